@@ -1,0 +1,578 @@
+"""The shared-memory account: every byte formula of the project, one function per kernel design.
+
+A design's function takes the problem, the target and a :class:`Config` and returns one
+:class:`Row` per resident object. Everything else (how many stages fit, where each region
+starts, what the launch asks for) is derived from the rows here; no other module multiplies
+tile sizes.
+
+Units: bytes per CTA, unless a name says columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from jax_w4a4.plan.targets import Target
+
+__all__ = [
+    "DESIGNS",
+    "ITEMSIZE",
+    "Config",
+    "Design",
+    "Problem",
+    "QuantizerPlan",
+    "Region",
+    "Row",
+    "Traffic",
+    "gemm_traffic",
+    "layout",
+    "lora_steps",
+    "output_tile_bytes",
+    "quantizer_traffic",
+    "quantizer_v1",
+    "sm90_v1",
+    "sm100_v2",
+    "step_flops",
+    "svdquant_v2",
+    "tmem_columns",
+]
+
+FORMATS = ("nvfp4", "mxfp4", "int4")
+
+ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {
+        "float8_e4m3fn": 1,
+        "float8_e8m0fnu": 1,
+        "bfloat16": 2,
+        "float16": 2,
+        "float32": 4,
+        "float64": 8,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of the operator, as the planner sees it.
+
+    ``y[m, n] = x[m, k] w[n, k]^T + lora_act[m, rank] lora_up[n, rank]^T`` and the affine terms.
+
+    Attributes:
+      m: rows of the activation on one device, None when symbolic.
+      n: output features on one device.
+      k_pad: K rounded up to a multiple of ``max(32, block_size)``.
+      rank: of the low-rank branch, 0 for none.
+      format: ``"nvfp4"``, ``"mxfp4"`` or ``"int4"``.
+      block_size: K elements per block scale; ``k_pad`` for one scale per row.
+      x_dtype, out_dtype, lora_dtype, scale_dtype: dtype names.
+    """
+
+    m: int | None
+    n: int
+    k_pad: int
+    rank: int
+    format: str
+    block_size: int
+    x_dtype: str
+    out_dtype: str
+    lora_dtype: str
+    scale_dtype: str
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(
+                f"jax_w4a4.plan: unknown format {self.format!r}; expected one of {FORMATS}"
+            )
+        for name, least in (("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1)):
+            value = getattr(self, name)
+            if name == "m" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"jax_w4a4.plan: Problem.{name} is {value!r}; expected an integer >= {least}"
+                )
+        fixed = {"nvfp4": 16, "mxfp4": 32}.get(self.format, self.block_size)
+        if self.block_size != fixed:
+            raise ValueError(
+                f"jax_w4a4.plan: {self.format} has a block size of {fixed}, got {self.block_size}"
+            )
+        if self.k_pad % 32 or self.k_pad % self.block_size:
+            raise ValueError(
+                f"jax_w4a4.plan: Problem.k_pad is {self.k_pad}; expected a multiple of 32 and of "
+                f"the block size {self.block_size}"
+            )
+        for name in ("x_dtype", "out_dtype", "lora_dtype", "scale_dtype"):
+            if getattr(self, name) not in ITEMSIZE:
+                raise ValueError(
+                    f"jax_w4a4.plan: Problem.{name} is {getattr(self, name)!r}; expected one of "
+                    f"{', '.join(ITEMSIZE)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A choice of the planner: the tile, the group that works on it, and all multiplicities.
+
+    ``tile_m`` by ``tile_n`` is what one group (``cluster`` CTAs) produces. ``lora_stages`` counts
+    dedicated buffers; with a low-rank branch and 0 of them the design streams LoRA through the
+    main ring if it can.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    cluster: int
+    main_stages: int
+    lora_stages: int
+    store_stages: int
+
+    def tile(self) -> tuple[int, int, int]:
+        return self.tile_m, self.tile_n, self.cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One resident object.
+
+    Attributes:
+      name: one of ``targets.RESIDENT_OBJECTS``.
+      single: bytes per stage in each CTA when one CTA works on the tile alone.
+      dual: bytes per stage in each CTA when two CTAs share the tile.
+      stages: buffers of it.
+      sliced: whether two CTAs divide it (``dual < single``); decided by the target.
+      overlaps_main: whether it must coexist with the main loop's buffers. If not, it is
+        laid over them.
+      memory: ``"smem"``, ``"tmem"`` or ``"registers"``.
+      lifetime: ``"K loop"``, ``"tile"``, ``"epilogue"`` or ``"kernel"``.
+      note: the formula of ``single``, and anything a reader would ask.
+    """
+
+    name: str
+    single: int
+    dual: int
+    stages: int
+    sliced: bool
+    overlaps_main: bool
+    memory: str
+    lifetime: str
+    note: str
+
+    def bytes(self, cluster: int) -> int:
+        """Bytes of one stage in one CTA of a group of ``cluster``."""
+        return self.single if cluster == 1 else self.dual
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Where a row lives in dynamic shared memory: byte offset, bytes per stage, stages."""
+
+    name: str
+    offset: int
+    bytes_per_stage: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerPlan:
+    """Launch of the activation quantizer: rows per CTA, K chunk, threads, dynamic smem bytes."""
+
+    rows: int
+    chunk_k: int
+    threads: int
+    smem_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Work of one kernel launch and its compulsory DRAM bytes, every operand moved once.
+
+    ``flops`` and ``bytes`` are pairs (what, amount) in print order. A multiply-add is two FLOP.
+    """
+
+    flops: tuple[tuple[str, int], ...]
+    bytes: tuple[tuple[str, int], ...]
+
+    @property
+    def total_flops(self) -> int:
+        return sum(amount for _, amount in self.flops)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(amount for _, amount in self.bytes)
+
+
+def _align(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _row(
+    target: Target,
+    name: str,
+    single: int,
+    stages: int,
+    lifetime: str,
+    note: str,
+    *,
+    memory: str = "smem",
+    overlaps_main: bool = True,
+) -> Row:
+    """Applies the target's halving rule, the one place where it is applied."""
+    sliced = name in target.halved and single > 0
+    return Row(
+        name=name,
+        single=single,
+        dual=single // 2 if sliced else single,
+        stages=stages,
+        sliced=sliced,
+        overlaps_main=overlaps_main,
+        memory=memory,
+        lifetime=lifetime,
+        note=note,
+    )
+
+
+def sm90_v1(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The monolithic Hopper kernel: one CTA per tile, double-buffered loop, bf16 MMA.
+
+    Operands are expanded exactly to bf16 on their way into shared memory. nvfp4 and mxfp4
+    block scales are folded into them; int4 keeps fp32 scales because bf16 holds the integers
+    but not integer times scale.
+    """
+    m, n, k = config.tile_m, config.tile_n, config.tile_k
+    groups = max(1, k // problem.block_size) if problem.format == "int4" else 0
+    scale = f"rows*{groups} groups*4, fp32" if groups else "folded into the bf16 operands"
+    lora = "rows*32 ranks*4, fp32; laid over the main stages"
+    main, extra = config.main_stages, config.lora_stages
+    scales = main if groups else 0
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("weight", n * k * 2, main, "K loop", "tile_n*tile_k*2, bf16"),
+        row("activation", m * k * 2, main, "K loop", "tile_m*tile_k*2, bf16"),
+        row("weight_scale", n * groups * 4, scales, "K loop", scale),
+        row("activation_scale", m * groups * 4, scales, "K loop", scale),
+        row("lora_up", n * 32 * 4, extra, "epilogue", lora, overlaps_main=False),
+        row("lora_act", m * 32 * 4, extra, "epilogue", lora, overlaps_main=False),
+        row("store", 0, 0, "epilogue", "direct stores from registers"),
+        row("accumulator", m * n * 4, 1, "tile", "tile_m*tile_n*4, fp32", memory="registers"),
+        row("aux", 2 * n * 4, 1, "kernel", "channel_scale and bias, tile_n*4 each"),
+        row("barriers", 0, 0, "kernel", "__syncthreads only"),
+    )
+
+
+def _scale_columns(rows: int, per_row: int) -> int:
+    """TMEM columns of block scales: 128-row atoms, four replicas over the lanes.
+
+    128 rows of ``per_row`` one-byte scales, times 4 replicas, over 512 bytes per column.
+    """
+    return _align(rows, 128) // 128 * per_row
+
+
+def _accumulator_bytes(config: Config) -> int:
+    """One fp32 accumulator: 128 lanes of 4 bytes are 512 bytes per TMEM column."""
+    return -(-config.tile_m // 128) * config.tile_n * 512
+
+
+def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, int, int]:
+    """(accumulator stages, columns of one accumulator, columns of both block scales)."""
+    rows, columns = config.tile_m, _accumulator_bytes(config) // 512
+    if config.cluster == 2 and "accumulator" in target.halved:
+        rows, columns = rows // 2, columns // 2
+    per_row = config.tile_k // problem.block_size
+    scales = _scale_columns(rows, per_row) + _scale_columns(config.tile_n, per_row)
+    stages = 2 if 2 * columns + scales <= target.tmem_columns else 1
+    return stages, columns, scales
+
+
+def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The tcgen05 design for sm_100/sm_103: persistent, warp-specialised, TMEM accumulators.
+
+    A K step is 256 4-bit elements = 128 bytes per row. With ``lora_stages == 0`` the low-rank
+    operands take the main ring's slots as extra steps of 64 ranks (64 bf16 = 128 bytes per row)
+    after the K loop and own no bytes. Block scales keep the 128x4 atom, so rows round up
+    to 128.
+    """
+    m, n, k = config.tile_m, config.tile_n, config.tile_k
+    per_row = config.tile_k // problem.block_size
+    main, lora = config.main_stages, config.lora_stages
+    acc_stages, columns, scales = _sm100_tmem(problem, target, config)
+    out = ITEMSIZE[problem.out_dtype]
+    if problem.rank == 0:
+        up = act = 0
+        note = "no low-rank branch"
+    elif lora:
+        width = ITEMSIZE[problem.lora_dtype]
+        up, act = n * problem.rank * width, m * problem.rank * width
+        note = f"rows*rank*{width}, dedicated"
+    else:
+        up = act = 0
+        note = f"streamed: {lora_steps(problem)} extra steps in the main ring's slots"
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("activation", m * k // 2, main, "K loop", "tile_m*128, 4-bit codes"),
+        row("weight", n * k // 2, main, "K loop", "tile_n*128, 4-bit codes"),
+        row(
+            "activation_scale", _align(m, 128) * per_row, main, "K loop", f"tile_m*{per_row} scales"
+        ),
+        row("weight_scale", _align(n, 128) * per_row, main, "K loop", f"tile_n*{per_row} scales"),
+        row("lora_act", act, lora, "tile", note),
+        row("lora_up", up, lora, "tile", note),
+        row("store", 128 * 32 * out, config.store_stages, "epilogue", f"128 rows*32 cols*{out}"),
+        row(
+            "accumulator",
+            _accumulator_bytes(config),
+            acc_stages,
+            "tile",
+            f"{acc_stages}*{columns} fp32 columns + {scales} of scales of {target.tmem_columns}",
+            memory="tmem",
+        ),
+        row("aux", 2 * n * 4, 1, "epilogue", "channel_scale and bias, tile_n*4 each"),
+        row("barriers", 1024, 1, "kernel", "mbarriers, TMEM pointer, 1024-byte alignment"),
+    )
+
+
+def svdquant_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The published account of svdquant-kernels' v2 kernel, for comparison with sm100_v2.
+
+    LoRA has ``lora_stages`` dedicated buffers, the vectors are 16 bit, one accumulator.
+    """
+    m, n, rank = config.tile_m, config.tile_n, problem.rank
+    main, lora = config.main_stages, config.lora_stages
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("activation", m * 128, main, "K loop", "tile_m*128"),
+        row("weight", n * 128, main, "K loop", "tile_n*128"),
+        row("activation_scale", m * 16, main, "K loop", "tile_m*16"),
+        row("weight_scale", n * 16, main, "K loop", "tile_n*16"),
+        row("lora_act", m * rank * 2, lora, "tile", "tile_m*rank*2"),
+        row("lora_up", n * rank * 2, lora, "tile", "tile_n*rank*2"),
+        row("store", 128 * 32 * 2, config.store_stages, "epilogue", "128*32*2"),
+        row(
+            "accumulator",
+            _accumulator_bytes(config),
+            1,
+            "tile",
+            "one accumulator: no overlap of the epilogue with the next K loop",
+            memory="tmem",
+        ),
+        row("aux", 2 * n * 2, 1, "epilogue", "channel scale and bias, tile_n*2 each"),
+        row("barriers", 1024, 1, "kernel", "reserved"),
+    )
+
+
+def lora_steps(problem: Problem) -> int:
+    """Extra main-ring steps of a streamed low-rank branch: 128 bytes of ranks per row each."""
+    return -(-problem.rank * ITEMSIZE[problem.lora_dtype] // 128)
+
+
+def tmem_columns(problem: Problem, target: Target, config: Config) -> int:
+    """TMEM columns that the sm100_v2 design uses in one CTA: accumulators and block scales."""
+    stages, columns, scales = _sm100_tmem(problem, target, config)
+    return stages * columns + scales
+
+
+def layout(rows: tuple[Row, ...], cluster: int, align: int) -> tuple[tuple[Region, ...], int]:
+    """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
+
+    Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
+    or stages gets an empty region at offset 0.
+    """
+    placed: dict[str, Region] = {}
+
+    def place(row: Row, offset: int) -> int:
+        size = row.bytes(cluster)
+        if size == 0 or row.stages <= 0:
+            placed[row.name] = Region(row.name, 0, 0, 0)
+            return offset
+        placed[row.name] = Region(row.name, offset, size, row.stages)
+        return _align(offset + size * row.stages, align)
+
+    smem = [row for row in rows if row.memory == "smem"]
+    loop_end = over_end = 0
+    for row in smem:
+        if row.overlaps_main and row.lifetime == "K loop":
+            loop_end = place(row, loop_end)
+    for row in smem:
+        if not row.overlaps_main:
+            over_end = place(row, over_end)
+    end = max(loop_end, over_end)
+    for row in smem:
+        if row.overlaps_main and row.lifetime != "K loop":
+            end = place(row, end)
+    return tuple(placed[row.name] for row in smem), end
+
+
+def quantizer_v1(problem: Problem) -> QuantizerPlan:
+    """The activation quantizer: 16 rows per CTA, K in chunks that hold whole blocks.
+
+    fp32 chunk of x, one fp32 per row, and with a low-rank branch 256 threads' partial
+    sums of 16 ranks.
+    """
+    rows, threads = 16, 256
+    block = problem.block_size
+    chunk = 256 // block * block if block <= 256 else 256
+    smem = rows * chunk * 4 + rows * 4 + (threads * 16 * 4 if problem.rank else 0)
+    return QuantizerPlan(rows, chunk, threads, smem)
+
+
+def gemm_traffic(problem: Problem, m: int) -> Traffic:
+    """The gemm for ``m`` rows: 2*M*N*K of the product, 2*M*N*R of the low-rank branch."""
+    n, k, rank = problem.n, problem.k_pad, problem.rank
+    blocks = k // problem.block_size
+    scale = ITEMSIZE[problem.scale_dtype]
+    return Traffic(
+        flops=(("product", 2 * m * n * k), ("LoRA-up", 2 * m * n * rank)),
+        bytes=(
+            ("weights", n * k // 2),
+            ("weight scales", n * blocks * scale),
+            ("activations", m * k // 2),
+            ("activation scales", m * blocks * scale),
+            ("lora_up", n * rank * ITEMSIZE[problem.lora_dtype]),
+            ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
+            ("vectors", 2 * n * 4),
+            ("output", m * n * ITEMSIZE[problem.out_dtype]),
+        ),
+    )
+
+
+def quantizer_traffic(problem: Problem, m: int) -> Traffic:
+    """The activation quantizer for ``m`` rows: reads x once, 2*M*K*R of LoRA-down."""
+    k, rank = problem.k_pad, problem.rank
+    lora = ITEMSIZE[problem.lora_dtype]
+    return Traffic(
+        flops=(("LoRA-down", 2 * m * k * rank),),
+        bytes=(
+            ("x", m * k * ITEMSIZE[problem.x_dtype]),
+            ("smooth", k * 4),
+            ("lora_down", k * rank * lora),
+            ("codes", m * k // 2),
+            ("scales", m * (k // problem.block_size) * ITEMSIZE[problem.scale_dtype]),
+            ("lora_act", m * rank * lora),
+        ),
+    )
+
+
+def step_flops(config: Config) -> int:
+    """FLOP of one main-loop step of one group."""
+    return 2 * config.tile_m * config.tile_n * config.tile_k
+
+
+def output_tile_bytes(problem: Problem, config: Config) -> int:
+    """Bytes that one group writes per tile."""
+    return config.tile_m * config.tile_n * ITEMSIZE[problem.out_dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """A kernel design: its account and the choices that the planner may make for it.
+
+    Attributes:
+      code: the integer the FFI attribute ``kernel`` carries; 0 for an account without a kernel
+        of ours.
+      implemented: whether this repository holds the kernel; if not, it is a design.
+      ccs: compute capabilities it is made for.
+      rows: the account.
+      tiles: candidates (tile_m, tile_n, cluster).
+      tile_k, threads, align: constants of the design; ``align`` of each region in bytes.
+      persistent: CTAs loop over tiles.
+      max_main_stages: None for as many as fit.
+      min_store_stages: 0 when results go straight from registers.
+      grow_store: left-over bytes become store stages.
+      lora_choices: counts of dedicated LoRA buffers to consider for a low-rank branch.
+      main_peak, up_peak, down_peak: fields of Target that bound the product, LoRA-up (in the
+        gemm) and LoRA-down (in the quantizer).
+    """
+
+    name: str
+    code: int
+    implemented: bool
+    ccs: frozenset[int]
+    rows: Callable[[Problem, Target, Config], tuple[Row, ...]]
+    tiles: tuple[tuple[int, int, int], ...]
+    tile_k: int
+    threads: int
+    align: int
+    persistent: bool
+    max_main_stages: int | None
+    min_store_stages: int
+    grow_store: bool
+    lora_choices: tuple[int, ...]
+    main_peak: str
+    up_peak: str
+    down_peak: str
+
+
+DESIGNS: Mapping[str, Design] = MappingProxyType(
+    {
+        d.name: d
+        for d in (
+            Design(
+                name="sm90_v1",
+                code=1,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_v1,
+                tiles=((128, 128, 1), (64, 128, 1), (32, 128, 1)),
+                tile_k=64,
+                threads=256,
+                align=128,
+                persistent=False,
+                max_main_stages=2,
+                min_store_stages=0,
+                grow_store=False,
+                lora_choices=(1,),
+                main_peak="peak_bf16",
+                up_peak="peak_fp32",
+                down_peak="peak_fp32",
+            ),
+            Design(
+                name="sm100_v2",
+                code=2,
+                implemented=False,
+                ccs=frozenset({100, 103}),
+                rows=sm100_v2,
+                tiles=((256, 256, 2), (256, 128, 2), (128, 256, 1), (128, 128, 1), (128, 64, 1)),
+                tile_k=256,
+                threads=192,
+                align=1024,
+                persistent=True,
+                max_main_stages=None,
+                min_store_stages=2,
+                grow_store=True,
+                lora_choices=(0, 1, 2),
+                main_peak="peak_fp4",
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+            ),
+            Design(
+                name="svdquant_v2",
+                code=0,
+                implemented=False,
+                ccs=frozenset({100, 103}),
+                rows=svdquant_v2,
+                tiles=((256, 128, 2), (256, 256, 2), (128, 128, 1), (128, 256, 1)),
+                tile_k=256,
+                threads=192,
+                align=1,
+                persistent=True,
+                max_main_stages=None,
+                min_store_stages=2,
+                grow_store=True,
+                lora_choices=(2,),
+                main_peak="peak_fp4",
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+            ),
+        )
+    }
+)
