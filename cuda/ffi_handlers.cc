@@ -1,0 +1,566 @@
+#include "ffi_handlers.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <initializer_list>
+#include <mutex>
+#include <sstream>
+#include <string>
+
+#include "plan.h"
+#include "sm90_gemm_v1.h"
+#include "sm90_quantize_v1.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_w4a4 {
+namespace {
+
+namespace ffi = ::xla::ffi;
+using ffi::AnyBuffer;
+using ffi::DataType;
+using ffi::Error;
+using ffi::ErrorCode;
+using Result = ffi::Result<AnyBuffer>;
+
+std::atomic<int64_t> g_calls{0};
+std::atomic<int64_t> g_captured{0};
+std::atomic<bool> g_dependent_launch{true};
+
+// Returns from the enclosing function when `expr` is an error.
+#define W4A4_RETURN_IF_ERROR(expr)               \
+  do {                                           \
+    if (Error error = (expr); error.failure()) { \
+      return error;                              \
+    }                                            \
+  } while (false)
+
+// ---------------------------------------------------------------------------
+// Buffers
+// ---------------------------------------------------------------------------
+
+constexpr std::initializer_list<DataType> kFloats = {
+    DataType::F32, DataType::F16, DataType::BF16};
+constexpr int64_t kAny = -1;
+
+DType ToDType(DataType type) {
+  switch (type) {
+    case DataType::F16:
+      return DType::kF16;
+    case DataType::BF16:
+      return DType::kBf16;
+    case DataType::F8E4M3FN:
+      return DType::kE4m3;
+    case DataType::F8E8M0FNU:
+      return DType::kE8m0;
+    default:
+      return DType::kF32;
+  }
+}
+
+std::string Describe(const AnyBuffer& buffer) {
+  std::ostringstream out;
+  out << buffer.element_type() << "[";
+  const char* separator = "";
+  for (int64_t dim : buffer.dimensions()) {
+    out << separator << dim;
+    separator = ",";
+  }
+  out << "]";
+  return out.str();
+}
+
+// Checks dtype, rank, dimensions (kAny matches all) and 16-byte alignment.
+Error Check(const char* name, const AnyBuffer& buffer,
+            std::initializer_list<DataType> types,
+            std::initializer_list<int64_t> dims) {
+  bool type_ok = false;
+  for (DataType type : types) type_ok |= buffer.element_type() == type;
+  const auto got = buffer.dimensions();
+  bool dims_ok = got.size() == dims.size();
+  size_t i = 0;
+  for (int64_t dim : dims) {
+    if (!dims_ok) break;
+    dims_ok = dim == kAny || got[i] == dim;
+    ++i;
+  }
+  if (type_ok && dims_ok) {
+    const auto address = reinterpret_cast<std::uintptr_t>(buffer.untyped_data());
+    if (buffer.element_count() == 0 || address % 16 == 0) {
+      return Error::Success();
+    }
+    std::ostringstream out;
+    out << "jax_w4a4: " << name << " " << Describe(buffer) << " is at address 0x"
+        << std::hex << address << "; expected a multiple of 16 bytes";
+    return Error(ErrorCode::kInvalidArgument, out.str());
+  }
+  std::ostringstream out;
+  out << "jax_w4a4: " << name << " is " << Describe(buffer) << "; expected ";
+  const char* separator = "";
+  for (DataType type : types) {
+    out << separator << type;
+    separator = " or ";
+  }
+  out << " [";
+  separator = "";
+  for (int64_t dim : dims) {
+    out << separator;
+    if (dim == kAny) {
+      out << "*";
+    } else {
+      out << dim;
+    }
+    separator = ",";
+  }
+  out << "]";
+  return Error(ErrorCode::kInvalidArgument, out.str());
+}
+
+// A float32 vector of `size`, or absent: no elements.
+Error CheckOptional(const char* name, const AnyBuffer& buffer, int64_t size) {
+  return Check(name, buffer, {DataType::F32},
+               {buffer.element_count() == 0 ? 0 : size});
+}
+
+const float* OptionalData(const AnyBuffer& buffer) {
+  return buffer.element_count() == 0
+             ? nullptr
+             : static_cast<const float*>(buffer.untyped_data());
+}
+
+// Dimension `axis` of a buffer, -1 if it has no such axis (Check then fails).
+int64_t Dim(const AnyBuffer& buffer, size_t axis) {
+  const auto dims = buffer.dimensions();
+  return axis < dims.size() ? dims[axis] : -1;
+}
+
+Error CheckScales(const char* name, const AnyBuffer& buffer, int64_t rows,
+                  const SpecAttrs& spec) {
+  const int64_t blocks = spec.k_pad / spec.block_size;
+  switch (static_cast<Format>(spec.format)) {
+    case Format::kNvfp4:
+      return Check(name, buffer, {DataType::F8E4M3FN}, {rows, blocks});
+    case Format::kMxfp4:
+      return Check(name, buffer, {DataType::F8E8M0FNU}, {rows, blocks});
+    case Format::kInt4:
+      break;
+  }
+  return Check(name, buffer, kFloats, {rows, blocks});
+}
+
+// ---------------------------------------------------------------------------
+// Device
+// ---------------------------------------------------------------------------
+
+constexpr int kMaxDevices = 64;
+
+Error CudaError(const char* what, int code) {
+  return Error(ErrorCode::kInternal,
+               std::string("jax_w4a4: ") + what + ": " +
+                   cudaGetErrorString(static_cast<cudaError_t>(code)));
+}
+
+// Runs `expr`, a CUDA runtime call, and turns a failure into INTERNAL.
+#define W4A4_CUDA(expr)                           \
+  do {                                            \
+    if (int code = (expr); code != cudaSuccess) { \
+      return CudaError(#expr, code);              \
+    }                                             \
+  } while (false)
+
+// Facts of a device, read once. Racing threads store the same values.
+struct DeviceFacts {
+  std::atomic<int> cc{0};
+  std::atomic<int> smem_optin{0};
+};
+
+Error GetDevice(int* device, int* cc, int* smem_optin) {
+  static DeviceFacts facts[kMaxDevices];
+  W4A4_CUDA(cudaGetDevice(device));
+  if (*device >= kMaxDevices) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: device ordinal " + std::to_string(*device) +
+                     " is beyond the supported 64");
+  }
+  DeviceFacts& known = facts[*device];
+  if (known.cc.load(std::memory_order_acquire) == 0) {
+    int major = 0, minor = 0, optin = 0;
+    W4A4_CUDA(cudaDeviceGetAttribute(
+        &major, cudaDevAttrComputeCapabilityMajor, *device));
+    W4A4_CUDA(cudaDeviceGetAttribute(
+        &minor, cudaDevAttrComputeCapabilityMinor, *device));
+    W4A4_CUDA(cudaDeviceGetAttribute(
+        &optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, *device));
+    known.smem_optin.store(optin, std::memory_order_relaxed);
+    known.cc.store(10 * major + minor, std::memory_order_release);
+  }
+  *cc = known.cc.load(std::memory_order_acquire);
+  *smem_optin = known.smem_optin.load(std::memory_order_relaxed);
+  return Error::Success();
+}
+
+Error CheckDevice(const PlanAttrs& plan, int64_t smem_bytes, int* device) {
+  int cc = 0, smem_optin = 0;
+  W4A4_RETURN_IF_ERROR(GetDevice(device, &cc, &smem_optin));
+  if (cc != plan.cc || smem_bytes > smem_optin) {
+    std::ostringstream out;
+    out << "jax_w4a4: plan made for sm_" << plan.cc << " with " << smem_bytes
+        << " bytes of shared memory, but device " << *device << " is sm_" << cc
+        << " and allows " << smem_optin
+        << "; trace and compile the program on that device";
+    return Error(ErrorCode::kFailedPrecondition, out.str());
+  }
+  return Error::Success();
+}
+
+// Raises the kernel's dynamic shared-memory limit on this device to `bytes`
+// if it is lower. One attribute call per kernel, device and new maximum.
+Error AllowSmem(Format format, int tile_m, int device, int bytes) {
+  static std::atomic<int> allowed[3][3][kMaxDevices];
+  const int tile = tile_m == 32 ? 0 : tile_m == 64 ? 1 : 2;
+  std::atomic<int>& limit =
+      allowed[static_cast<int>(format)][tile][device];
+  if (limit.load(std::memory_order_acquire) >= bytes) return Error::Success();
+  // Serialized so that a smaller plan can't lower what a larger one just set.
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (limit.load(std::memory_order_acquire) >= bytes) return Error::Success();
+  W4A4_CUDA(cudaFuncSetAttribute(GemmV1Kernel(format, tile_m),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 bytes));
+  limit.store(bytes, std::memory_order_release);
+  return Error::Success();
+}
+
+void CountCall(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  g_calls.fetch_add(1, std::memory_order_relaxed);
+  if (status != cudaStreamCaptureStatusNone) {
+    g_captured.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+struct LastLaunch {
+  const void* kernel = nullptr;
+  int device = 0;
+  unsigned grid_x = 0, grid_y = 0;
+  int smem_bytes = 0;
+};
+std::mutex g_last_mutex;
+LastLaunch g_last;
+
+// ---------------------------------------------------------------------------
+// Compute: operands -> launches
+// ---------------------------------------------------------------------------
+
+struct QuantizeBuffers {
+  AnyBuffer x, smooth, global_scale, lora_down;
+  AnyBuffer packed, scales, lora_act;  // results
+};
+
+struct GemmBuffers {
+  AnyBuffer act, act_scale, act_global_scale, lora_act;
+  AnyBuffer weight, weight_scale, weight_global_scale, lora_up;
+  AnyBuffer channel_scale, bias;
+  AnyBuffer out;  // result
+};
+
+Error CheckQuantize(const QuantizeBuffers& b, const PlanAttrs& plan,
+                    const SpecAttrs& spec) {
+  const int64_t m = Dim(b.x, 0);
+  const int64_t rank = Dim(b.lora_down, 1);
+  W4A4_RETURN_IF_ERROR(Check("x", b.x, kFloats, {kAny, spec.k}));
+  W4A4_RETURN_IF_ERROR(CheckOptional("smooth", b.smooth, spec.k));
+  W4A4_RETURN_IF_ERROR(CheckOptional("act_global_scale", b.global_scale, 1));
+  W4A4_RETURN_IF_ERROR(
+      Check("lora_down", b.lora_down, kFloats, {spec.k, kAny}));
+  W4A4_RETURN_IF_ERROR(
+      Check("packed", b.packed, {DataType::U8}, {m, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(CheckScales("scales", b.scales, m, spec));
+  W4A4_RETURN_IF_ERROR(Check("lora_act", b.lora_act, kFloats, {m, rank}));
+  return CheckQuantizer(plan, rank);
+}
+
+Error Quantize(cudaStream_t stream, const QuantizeBuffers& b,
+               const SpecAttrs& spec) {
+  QuantizeParams p = {};
+  p.m = Dim(b.x, 0);
+  if (p.m == 0) return Error::Success();
+  p.x = b.x.untyped_data();
+  p.smooth = OptionalData(b.smooth);
+  p.global_scale = OptionalData(b.global_scale);
+  p.lora_down = b.lora_down.untyped_data();
+  p.packed = static_cast<uint8_t*>(b.packed.untyped_data());
+  p.scales = b.scales.untyped_data();
+  p.lora_act = b.lora_act.untyped_data();
+  p.k = static_cast<int>(spec.k);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.block = static_cast<int>(spec.block_size);
+  p.rank = static_cast<int>(Dim(b.lora_down, 1));
+  p.x_dtype = ToDType(b.x.element_type());
+  p.scale_dtype = ToDType(b.scales.element_type());
+  p.lora_down_dtype = ToDType(b.lora_down.element_type());
+  p.lora_act_dtype = ToDType(b.lora_act.element_type());
+  p.rule = static_cast<ScaleRule>(spec.act_rule);
+  p.is_unsigned = spec.act_unsigned != 0;
+  p.lora_smoothed = spec.lora_smoothed != 0;
+  W4A4_CUDA(LaunchQuantizeV1(static_cast<Format>(spec.format), p, stream));
+  return Error::Success();
+}
+
+Error CheckGemm(const GemmBuffers& b, const PlanAttrs& plan,
+                const SpecAttrs& spec) {
+  const int64_t m = Dim(b.act, 0);
+  const int64_t n = Dim(b.weight, 0);
+  const int64_t rank = Dim(b.lora_up, 1);
+  W4A4_RETURN_IF_ERROR(
+      Check("activation", b.act, {DataType::U8}, {kAny, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(
+      CheckScales("activation scales", b.act_scale, m, spec));
+  W4A4_RETURN_IF_ERROR(
+      CheckOptional("act_global_scale", b.act_global_scale, 1));
+  W4A4_RETURN_IF_ERROR(
+      Check("packed", b.weight, {DataType::U8}, {kAny, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(CheckScales("scales", b.weight_scale, n, spec));
+  W4A4_RETURN_IF_ERROR(
+      CheckOptional("global_scale", b.weight_global_scale, 1));
+  W4A4_RETURN_IF_ERROR(Check("lora_up", b.lora_up, kFloats, {n, kAny}));
+  W4A4_RETURN_IF_ERROR(
+      Check("lora_act", b.lora_act, {b.lora_up.element_type()}, {m, rank}));
+  W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", b.channel_scale, n));
+  W4A4_RETURN_IF_ERROR(CheckOptional("bias", b.bias, n));
+  W4A4_RETURN_IF_ERROR(Check("result", b.out, kFloats, {m, n}));
+  if (b.act_scale.element_type() != b.weight_scale.element_type()) {
+    return Error(ErrorCode::kInvalidArgument,
+                 "jax_w4a4: activation scales are " + Describe(b.act_scale) +
+                     " but scales are " + Describe(b.weight_scale) +
+                     "; expected one dtype");
+  }
+  return CheckGemmRegions(plan, spec, rank);
+}
+
+Error Gemm(cudaStream_t stream, const GemmBuffers& b, const PlanAttrs& plan,
+           const SpecAttrs& spec, int device, bool dependent) {
+  GemmParams p = {};
+  p.m = Dim(b.act, 0);
+  p.n = Dim(b.weight, 0);
+  if (p.m == 0 || p.n == 0) return Error::Success();
+  p.act = static_cast<const uint8_t*>(b.act.untyped_data());
+  p.act_scale = b.act_scale.untyped_data();
+  p.act_global_scale = OptionalData(b.act_global_scale);
+  p.lora_act = b.lora_act.untyped_data();
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.weight_scale = b.weight_scale.untyped_data();
+  p.weight_global_scale = OptionalData(b.weight_global_scale);
+  p.lora_up = b.lora_up.untyped_data();
+  p.channel_scale = OptionalData(b.channel_scale);
+  p.bias = OptionalData(b.bias);
+  p.out = b.out.untyped_data();
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.block = static_cast<int>(spec.block_size);
+  p.rank = static_cast<int>(Dim(b.lora_up, 1));
+  p.scale_dtype = ToDType(b.weight_scale.element_type());
+  p.lora_dtype = ToDType(b.lora_up.element_type());
+  p.out_dtype = ToDType(b.out.element_type());
+  p.is_unsigned = spec.act_unsigned != 0;
+  p.smem = GetGemmSmem(plan);
+
+  const Format format = static_cast<Format>(spec.format);
+  const int tile_m = static_cast<int>(plan.tile_m);
+  W4A4_RETURN_IF_ERROR(
+      AllowSmem(format, tile_m, device, p.smem.total_bytes));
+  W4A4_CUDA(LaunchGemmV1(format, tile_m, p, dependent, stream));
+  const GemmGrid grid = GemmV1Grid(p.m, p.n, tile_m);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {GemmV1Kernel(format, tile_m), device, grid.x, grid.y,
+            p.smem.total_bytes};
+  return Error::Success();
+}
+
+// ---------------------------------------------------------------------------
+// Impl: what each handler does with its buffers
+// ---------------------------------------------------------------------------
+
+Error InstantiateImpl(PlanAttrs plan, SpecAttrs spec) {
+  return CheckAttrs(plan, spec);
+}
+
+Error QuantizeImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
+                   AnyBuffer global_scale, AnyBuffer lora_down, Result packed,
+                   Result scales, Result lora_act, PlanAttrs plan,
+                   SpecAttrs spec) {
+  CountCall(stream);
+  const QuantizeBuffers b = {x,       smooth,  global_scale, lora_down,
+                             *packed, *scales, *lora_act};
+  int device = 0;
+  W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckQuantize(b, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.q_smem_bytes, &device));
+  return Quantize(stream, b, spec);
+}
+
+Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
+               AnyBuffer act_global_scale, AnyBuffer lora_act,
+               AnyBuffer weight, AnyBuffer weight_scale,
+               AnyBuffer weight_global_scale, AnyBuffer lora_up,
+               AnyBuffer channel_scale, AnyBuffer bias, Result out,
+               PlanAttrs plan, SpecAttrs spec) {
+  CountCall(stream);
+  const GemmBuffers b = {
+      act,    act_scale,    act_global_scale,    lora_act,
+      weight, weight_scale, weight_global_scale, lora_up,
+      channel_scale, bias, *out};
+  int device = 0;
+  W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
+  // Alone in its handler: XLA may have put any kernel before it, so no
+  // dependent launch.
+  return Gemm(stream, b, plan, spec, device, /*dependent=*/false);
+}
+
+Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
+                 AnyBuffer act_global_scale, AnyBuffer lora_down,
+                 AnyBuffer weight, AnyBuffer weight_scale,
+                 AnyBuffer weight_global_scale, AnyBuffer lora_up,
+                 AnyBuffer channel_scale, AnyBuffer bias, Result out,
+                 Result packed, Result scales, Result lora_act,
+                 PlanAttrs plan, SpecAttrs spec) {
+  CountCall(stream);
+  const QuantizeBuffers q = {x,       smooth,  act_global_scale, lora_down,
+                             *packed, *scales, *lora_act};
+  const GemmBuffers g = {
+      *packed, *scales,      act_global_scale,    *lora_act,
+      weight,  weight_scale, weight_global_scale, lora_up,
+      channel_scale, bias, *out};
+  int device = 0;
+  W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
+  W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
+  return Gemm(stream, g, plan, spec, device,
+              g_dependent_launch.load(std::memory_order_relaxed));
+}
+
+}  // namespace
+
+CallCounts GetCallCounts() {
+  return {g_calls.load(std::memory_order_relaxed),
+          g_captured.load(std::memory_order_relaxed)};
+}
+
+void SetDependentLaunch(bool enabled) {
+  g_dependent_launch.store(enabled, std::memory_order_relaxed);
+}
+
+bool GetLastLaunch(LaunchReport* report, std::string* error) {
+  LastLaunch last;
+  {
+    std::lock_guard<std::mutex> lock(g_last_mutex);
+    last = g_last;
+  }
+  if (last.kernel == nullptr) {
+    *error = "no gemm has been launched";
+    return false;
+  }
+  int previous = 0;
+  cudaFuncAttributes attributes = {};
+  int blocks = 0;
+  int code = cudaGetDevice(&previous);
+  if (code == cudaSuccess) code = cudaSetDevice(last.device);
+  if (code == cudaSuccess) {
+    code = cudaFuncGetAttributes(&attributes, last.kernel);
+  }
+  if (code == cudaSuccess) {
+    code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks, last.kernel, kGemmThreads, last.smem_bytes);
+  }
+  if (code == cudaSuccess) code = cudaSetDevice(previous);
+  if (code != cudaSuccess) {
+    *error = cudaGetErrorString(static_cast<cudaError_t>(code));
+    return false;
+  }
+  *report = {last.grid_x,
+             last.grid_y,
+             kGemmThreads,
+             last.smem_bytes,
+             static_cast<int64_t>(attributes.sharedSizeBytes),
+             attributes.maxDynamicSharedSizeBytes,
+             attributes.numRegs,
+             static_cast<int64_t>(attributes.localSizeBytes),
+             blocks};
+  return true;
+}
+
+}  // namespace jax_w4a4
+
+// ---------------------------------------------------------------------------
+// Handler symbols
+// ---------------------------------------------------------------------------
+
+namespace ffi = ::xla::ffi;
+using jax_w4a4::PlanAttrs;
+using jax_w4a4::SpecAttrs;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(W4a4Instantiate, jax_w4a4::InstantiateImpl,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<PlanAttrs>("plan")
+                                  .Attr<SpecAttrs>("spec"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    W4a4Quantize, jax_w4a4::QuantizeImpl,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // x (m, k)
+        .Arg<ffi::AnyBuffer>()  // smooth (k,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // act_global_scale (1,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // lora_down (k, r)
+        .Ret<ffi::AnyBuffer>()  // packed (m, k_pad / 2)
+        .Ret<ffi::AnyBuffer>()  // scales (m, k_pad / block)
+        .Ret<ffi::AnyBuffer>()  // lora_act (m, r)
+        .Attr<PlanAttrs>("plan")
+        .Attr<SpecAttrs>("spec"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    W4a4Gemm, jax_w4a4::GemmImpl,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // activation (m, k_pad / 2)
+        .Arg<ffi::AnyBuffer>()  // activation scales (m, k_pad / block)
+        .Arg<ffi::AnyBuffer>()  // act_global_scale (1,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // lora_act (m, r)
+        .Arg<ffi::AnyBuffer>()  // packed (n, k_pad / 2)
+        .Arg<ffi::AnyBuffer>()  // scales (n, k_pad / block)
+        .Arg<ffi::AnyBuffer>()  // global_scale (1,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
+        .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
+        .Ret<ffi::AnyBuffer>()  // y (m, n)
+        .Attr<PlanAttrs>("plan")
+        .Attr<SpecAttrs>("spec"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    W4a4Matmul, jax_w4a4::MatmulImpl,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // x (m, k)
+        .Arg<ffi::AnyBuffer>()  // smooth (k,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // act_global_scale (1,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // lora_down (k, r)
+        .Arg<ffi::AnyBuffer>()  // packed (n, k_pad / 2)
+        .Arg<ffi::AnyBuffer>()  // scales (n, k_pad / block)
+        .Arg<ffi::AnyBuffer>()  // global_scale (1,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
+        .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
+        .Ret<ffi::AnyBuffer>()  // y (m, n)
+        .Ret<ffi::AnyBuffer>()  // packed activation, workspace
+        .Ret<ffi::AnyBuffer>()  // activation scales, workspace
+        .Ret<ffi::AnyBuffer>()  // lora_act, workspace
+        .Attr<PlanAttrs>("plan")
+        .Attr<SpecAttrs>("spec"),
+    {ffi::Traits::kCmdBufferCompatible});

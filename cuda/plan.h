@@ -1,0 +1,80 @@
+// The two attribute structs of every FFI call and the checks on them. The keys
+// and their order are those of Plan.ffi_attrs() and Spec.ffi_attrs() in Python.
+#ifndef JAX_W4A4_CUDA_PLAN_H_
+#define JAX_W4A4_CUDA_PLAN_H_
+
+#include <cstdint>
+
+#include "formats.cuh"
+#include "sm90_gemm_v1.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_w4a4 {
+
+constexpr int64_t kPlanSchema = 1;
+
+// Values of PlanAttrs::kernel.
+enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2 };
+
+struct PlanAttrs {
+  int64_t schema, kernel, cc;
+  int64_t tile_m, tile_n, tile_k, cluster;
+  int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
+  // Offsets from the start of dynamic shared memory.
+  int64_t off_weight, off_act, off_weight_scale, off_act_scale, off_lora_up,
+      off_lora_act, off_aux;
+  // Bytes per stage.
+  int64_t bytes_weight, bytes_act, bytes_weight_scale, bytes_act_scale,
+      bytes_lora_up, bytes_lora_act, bytes_aux;
+  int64_t q_rows, q_chunk_k, q_threads, q_smem_bytes;
+};
+
+struct SpecAttrs {
+  int64_t format, k, k_pad, block_size, act_unsigned, act_rule, lora_smoothed;
+};
+
+// What can be judged from the attributes alone, so that it fails when XLA
+// compiles: schema, kernel present in this build, architecture, tile, format,
+// block size. INVALID_ARGUMENT or FAILED_PRECONDITION.
+xla::ffi::Error CheckAttrs(const PlanAttrs& plan, const SpecAttrs& spec);
+
+// Whether the regions of the plan are the ones that the gemm kernel uses for
+// this call: sizes, alignment, no overlap, inside smem_bytes.
+xla::ffi::Error CheckGemmRegions(const PlanAttrs& plan, const SpecAttrs& spec,
+                                 int64_t rank);
+
+// Whether the quantizer part of the plan is what the quantizer kernel uses.
+xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, int64_t rank);
+
+// Shared-memory layout of a plan that passed CheckGemmRegions.
+GemmSmem GetGemmSmem(const PlanAttrs& plan);
+
+}  // namespace jax_w4a4
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_w4a4::PlanAttrs, StructMember<int64_t>("schema"),
+    StructMember<int64_t>("kernel"), StructMember<int64_t>("cc"),
+    StructMember<int64_t>("tile_m"), StructMember<int64_t>("tile_n"),
+    StructMember<int64_t>("tile_k"), StructMember<int64_t>("cluster"),
+    StructMember<int64_t>("main_stages"), StructMember<int64_t>("lora_stages"),
+    StructMember<int64_t>("store_stages"), StructMember<int64_t>("threads"),
+    StructMember<int64_t>("smem_bytes"), StructMember<int64_t>("off_weight"),
+    StructMember<int64_t>("off_act"), StructMember<int64_t>("off_weight_scale"),
+    StructMember<int64_t>("off_act_scale"),
+    StructMember<int64_t>("off_lora_up"), StructMember<int64_t>("off_lora_act"),
+    StructMember<int64_t>("off_aux"), StructMember<int64_t>("bytes_weight"),
+    StructMember<int64_t>("bytes_act"),
+    StructMember<int64_t>("bytes_weight_scale"),
+    StructMember<int64_t>("bytes_act_scale"),
+    StructMember<int64_t>("bytes_lora_up"),
+    StructMember<int64_t>("bytes_lora_act"), StructMember<int64_t>("bytes_aux"),
+    StructMember<int64_t>("q_rows"), StructMember<int64_t>("q_chunk_k"),
+    StructMember<int64_t>("q_threads"), StructMember<int64_t>("q_smem_bytes"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_w4a4::SpecAttrs, StructMember<int64_t>("format"),
+    StructMember<int64_t>("k"), StructMember<int64_t>("k_pad"),
+    StructMember<int64_t>("block_size"), StructMember<int64_t>("act_unsigned"),
+    StructMember<int64_t>("act_rule"), StructMember<int64_t>("lora_smoothed"));
+
+#endif  // JAX_W4A4_CUDA_PLAN_H_

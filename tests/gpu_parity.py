@@ -1,0 +1,489 @@
+"""Parity of the CUDA kernels with an independent model, cell by cell.
+
+`pytest -m gpu` runs the cells as tests; `python tests/gpu_parity.py --json out.json` runs them all
+and writes what was measured; `--small` takes a few small cells, for use under compute-sanitizer.
+
+Each cell runs the fused handler on results that were filled with NaN bytes beforehand, and checks
+ - packed bytes and block scales, bit for bit: every row against the `jnp` reference, sampled rows
+   against `tests/model.py`;
+ - y against the float64 product of the very operands that the kernel quantized;
+ - lora_act against a float64 product;
+ - a second run, and the two halves as separate calls: the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import model  # noqa: E402
+
+from jax_w4a4 import _ffi, formats, plan, primitives, reference  # noqa: E402
+from jax_w4a4.weight import Weight  # noqa: E402
+
+FORMATS = ("nvfp4", "mxfp4", "int4")
+RANKS = (0, 16, 32, 128)
+ROWS = (1, 7, 63, 64, 65, 200, 4352)
+# (N, K): neither divides a tile or a block, except the last two.
+SHAPES = ((1, 40), (129, 100), (257, 1000), (600, 272), (3072, 512))
+TILES = (None, 32, 64, 128)  # None: the planner's choice
+
+# int4 comes in these kinds: block size, scale dtype, unsigned activations.
+INT4_KINDS = (
+    (64, "float16", False),
+    (32, "bfloat16", False),
+    (128, "float32", False),
+    (None, "float16", False),
+    (64, "bfloat16", True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One call of the operator: shapes, dtypes and which optional operands there are."""
+
+    format: str
+    rank: int
+    m: int
+    n: int
+    k: int
+    tile_m: int | None = None
+    x_dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    lora_dtype: str = "bfloat16"
+    block_size: int | None = -1
+    scale_dtype: str | None = None
+    act_unsigned: bool = False
+    act_rule: str = "rceil"
+    lora_smoothed: bool = False
+    affine: bool = True  # smooth, channel_scale, bias
+    global_scales: bool = False
+    special: bool = True  # NaN, Inf, zero, tiny and negative rows, when m allows
+
+    def __str__(self) -> str:
+        tile = "auto" if self.tile_m is None else self.tile_m
+        return f"{self.format} r{self.rank} {self.m}x{self.k}x{self.n} tile_m={tile}"
+
+
+def cells_of(format: str, rank: int, m: int) -> Iterator[Cell]:
+    """The cells of one (format, rank, M): every shape, dtypes and options cycling."""
+    start = zlib.crc32(f"{format} {rank} {m}".encode())
+    for i, (n, k) in enumerate(SHAPES):
+        turn = start + i
+        x_dtype, out_dtype = (
+            ("bfloat16", "bfloat16"),
+            ("float32", "float32"),
+            ("float16", "float16"),
+            ("bfloat16", "float32"),
+        )[turn % 4]
+        cell = Cell(
+            format,
+            rank,
+            m,
+            n,
+            k,
+            tile_m=TILES[turn // 4 % 4] if m <= 200 else None,
+            x_dtype=x_dtype,
+            out_dtype=out_dtype,
+            lora_dtype=("bfloat16", "float16", "float32")[turn % 3],
+            lora_smoothed=turn % 2 == 1,
+            affine=turn % 5 != 0,
+            global_scales=turn % 3 == 0,
+            act_rule=("rceil", "floor")[turn // 2 % 2] if format == "mxfp4" else "rceil",
+        )
+        if format == "int4":
+            block_size, scale_dtype, unsigned = INT4_KINDS[i]
+            cell = dataclasses.replace(
+                cell, block_size=block_size, scale_dtype=scale_dtype, act_unsigned=unsigned
+            )
+        yield cell
+
+
+def all_cells() -> Iterator[Cell]:
+    for format in FORMATS:
+        for rank in RANKS:
+            for m in ROWS:
+                yield from cells_of(format, rank, m)
+
+
+def extra_cells() -> Iterator[Cell]:
+    """What the grid leaves out: a large K, odd ranks, every tile on one shape, N beyond grid.y."""
+    for format in FORMATS:
+        yield Cell(format, 32, 65, 600, 15360)
+        for rank in (1, 5, 33, 300):
+            yield Cell(format, rank, 65, 129, 272, out_dtype="float32")
+        for tile_m in (32, 64, 128):
+            yield Cell(format, 32, 200, 600, 1000, tile_m=tile_m, out_dtype="float32")
+    for block_size, scale_dtype, unsigned in INT4_KINDS:
+        yield Cell(
+            "int4",
+            16,
+            65,
+            257,
+            1000,
+            block_size=block_size,
+            scale_dtype=scale_dtype,
+            act_unsigned=unsigned,
+            out_dtype="float32",
+        )
+    yield Cell("nvfp4", 0, 1, 65535 * 128 + 200, 32, affine=False)
+
+
+def small_cells() -> Iterator[Cell]:
+    """Few and small, but each kernel instance at least once."""
+    for format in FORMATS:
+        for tile_m, rank, m in ((32, 0, 7), (64, 16, 65), (128, 33, 130)):
+            yield Cell(format, rank, m, 129, 200, tile_m=tile_m)
+    yield Cell("int4", 5, 20, 140, 100, block_size=None)
+    yield Cell("int4", 5, 20, 140, 100, block_size=32, act_unsigned=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Operands
+# ------------------------------------------------------------------------------------------------
+
+
+def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
+    x = rng.standard_normal((cell.m, cell.k)).astype(np.float32)
+    x *= np.exp2(rng.integers(-3, 4, (cell.m, 1))).astype(np.float32)
+    if cell.act_unsigned:
+        x = np.maximum(x, -0.1)
+    if cell.special and cell.m >= 7:
+        x[0, cell.k // 2] = np.nan
+        x[1, cell.k // 3] = np.inf
+        x[1, cell.k - 1] = -np.inf if cell.k > 1 else 1
+        x[2] = 0
+        x[3] *= 1e-5
+        x[4] = -np.abs(x[4])
+        x[5, ::2] = -0.0
+    return x.astype(model.dtype_of(cell.x_dtype))
+
+
+def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
+    fmt = formats.FORMATS[cell.format]
+    block_size = fmt.default_block if cell.block_size == -1 else cell.block_size
+    k_pad = formats.padded_k(cell.k, block_size)
+    spec = formats.Spec(
+        cell.format, cell.k, k_pad, block_size or k_pad, cell.scale_dtype or fmt.scale_dtypes[0]
+    )
+    w = (rng.standard_normal((cell.n, cell.k), np.float32) / np.sqrt(cell.k)).astype(np.float32)
+    quantize = jax.jit(formats.quantize_blocks, static_argnames="spec")
+    packed, scales = quantize(jnp.asarray(w), spec=spec)  # signed, whatever the activation is
+
+    def vector(size, low, high):
+        return jnp.asarray(rng.uniform(low, high, size).astype(np.float32))
+
+    parts: dict[str, Any] = {}
+    if cell.affine:
+        parts["smooth"] = vector(cell.k, 0.5, 2.0)
+        parts["channel_scale"] = vector(cell.n, -1.5, 1.5)
+        parts["bias"] = vector(cell.n, -1, 1)
+    if cell.global_scales:
+        parts["global_scale"] = jnp.float32(0.37)
+        parts["act_global_scale"] = jnp.float32(1.9)
+    if cell.rank:
+        dt = model.dtype_of(cell.lora_dtype)
+        down = rng.standard_normal((cell.k, cell.rank)) / np.sqrt(cell.k)
+        up = rng.standard_normal((cell.n, cell.rank)) / np.sqrt(cell.rank)
+        parts["lora_down"] = jnp.asarray(down.astype(np.float32).astype(dt))
+        parts["lora_up"] = jnp.asarray(up.astype(np.float32).astype(dt))
+    return Weight(
+        packed,
+        scales,
+        format=cell.format,
+        k=cell.k,
+        block_size=block_size,
+        lora_smoothed=cell.lora_smoothed,
+        act_unsigned=cell.act_unsigned,
+        act_rule=cell.act_rule,
+        **parts,
+    )
+
+
+def operands_of(w: Weight, spec: formats.Spec) -> tuple[list, list]:
+    """The weight's operands of the quantizer and of the gemm, absent ones with zero size."""
+
+    def vector(v):
+        return jnp.zeros((0,), jnp.float32) if v is None else v.reshape(-1)
+
+    down = jnp.zeros((w.k, 0), spec.lora_dtype) if w.lora_down is None else w.lora_down
+    up = jnp.zeros((w.shape[0], 0), spec.lora_dtype) if w.lora_up is None else w.lora_up
+    return (
+        [vector(w.smooth), vector(w.act_global_scale), down],
+        [
+            w.packed,
+            w.scales,
+            vector(w.global_scale),
+            up,
+            vector(w.channel_scale),
+            vector(w.bias),
+        ],
+    )
+
+
+def solve(cell: Cell, spec: formats.Spec, target: str = "sm_90") -> plan.Plan:
+    problem = plan.Problem(
+        m=cell.m,
+        n=cell.n,
+        k_pad=spec.k_pad,
+        rank=cell.rank,
+        format=cell.format,
+        block_size=spec.block_size,
+        x_dtype=cell.x_dtype,
+        out_dtype=spec.out_dtype,
+        lora_dtype=spec.lora_dtype,
+        scale_dtype=spec.scale_dtype,
+    )
+    forced = {} if cell.tile_m is None else {"tile_m": cell.tile_m}
+    return plan.solve(problem, target, **forced)
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------
+
+
+def poison(aval: Any) -> jax.Array:
+    """A device array of this shape and dtype whose every byte is 0xFF: NaN in every float type."""
+    dtype = np.dtype(aval.dtype)
+    size = int(np.prod(aval.shape)) * dtype.itemsize
+    return jax.device_put(np.full(size, 255, np.uint8).view(dtype).reshape(aval.shape))
+
+
+class Poisoned:
+    """f compiled so that its results land in buffers full of NaN bytes.
+
+    The poison arrays are donated arguments that f does not read, of the results' shapes and
+    dtypes, so XLA aliases each to a result. Results without elements have no buffer; they are left
+    out of the program.
+    """
+
+    def __init__(self, f, *args):
+        def wrapped(_, *operands):
+            return [r for r in f(*operands) if r.size]
+
+        self.args = args
+        self.all_avals = jax.eval_shape(f, *args)
+        self.avals = [a for a in self.all_avals if a.size]
+        jitted = jax.jit(wrapped, donate_argnums=0, keep_unused=True)
+        self.compiled = jitted.lower(self.avals, *args).compile()
+
+    def run(self) -> tuple[list[np.ndarray], bool]:
+        """The results, and whether every one really came back in a poisoned buffer with no copy
+        in the program that could have gone between."""
+        poisons = [poison(a) for a in self.avals]
+        before = [p.unsafe_buffer_pointer() for p in poisons]
+        results = self.compiled(poisons, *self.args)
+        after = [r.unsafe_buffer_pointer() for r in results]
+        # Equal avals may be swapped among each other.
+        landed = set(after) <= set(before) and " copy(" not in self.compiled.as_text()
+        left = map(np.asarray, results)
+        every = [next(left) if a.size else np.zeros(a.shape, a.dtype) for a in self.all_avals]
+        return every, landed
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def error_ratio(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray) -> float:
+    """Largest |got - want| in units of what rounding may cost.
+
+    The unit is half a place of got's dtype plus 4 * 2^-23 of `magnitude`, the same sum with every
+    term's absolute value: fp32 sums in any order stay well inside.
+    """
+    info = ml_dtypes.finfo(got.dtype)
+    half_place = np.maximum(float(info.eps) / 2 * np.abs(want), float(info.smallest_subnormal) / 2)
+    limit = float(info.max)
+    got = got.astype(np.float64)
+    with np.errstate(all="ignore"):
+        overflow = np.abs(want) > limit * (1 - 2.0**-12)
+        unit = half_place + 4 * 2.0**-23 * magnitude
+        ratio = np.where(overflow & (np.abs(got) >= limit), 0.0, np.abs(got - want) / unit)
+    return float(np.max(np.nan_to_num(ratio, nan=np.inf))) if ratio.size else 0.0
+
+
+def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 12) -> dict:
+    """Runs one cell; the returned dict has the measurements and `failures`, a list of texts."""
+    rng = np.random.default_rng(zlib.crc32(str(cell).encode()))
+    x = make_x(cell, rng)
+    w = make_weight(cell, rng)
+    spec = w.spec(cell.out_dtype)
+    if cell.rank == 0:
+        spec = spec.replace(lora_dtype="bfloat16")
+    found = solve(cell, spec)
+    params = {"spec": spec, "plan": found, "implementation": implementation}
+    for_quantize, for_gemm = operands_of(w, spec)
+    xj = jnp.asarray(x)
+
+    def fused(x, *operands):
+        return primitives.matmul_p.bind(x, *operands, **params)
+
+    def halves(x, smooth, x_gs, down, *weight):
+        xp, xs, la = primitives.quantize_p.bind(x, smooth, x_gs, down, **params)
+        return [*primitives.gemm_p.bind(xp, xs, x_gs, la, *weight, **params), xp, xs, la]
+
+    failures: list[str] = []
+
+    def check(ok: bool, what: str) -> bool:
+        if not ok:
+            failures.append(what)
+        return bool(ok)
+
+    args = (xj, *for_quantize, *for_gemm)
+    program = Poisoned(fused, *args)
+    first, poisoned = program.run()
+    again, _ = program.run()
+    split, _ = Poisoned(halves, *args).run()
+    y, xp, xs, la = first
+    if implementation == "cuda":
+        check(poisoned, "results did not land in poisoned buffers")
+    identical = check(
+        all(map(same_bits, first, again)), "two runs of the same program differ in bits"
+    )
+    split_same = check(all(map(same_bits, first, split)), "fused call differs from its halves")
+
+    # Quantizer, every row: against the reference on the CPU. XLA's GPU division is not correctly
+    # rounded, so there the reference can be one place off in 1 / smooth.
+    cpu = jax.devices("cpu")[0]
+    quantize_ref = jax.jit(reference.quantize_activation_ref, static_argnames="spec")
+    on_cpu = jax.device_put((xj, *for_quantize), cpu)
+    ref_xp, ref_xs, _ = map(np.asarray, quantize_ref(*on_cpu, spec=spec))
+    check(same_bits(xp, ref_xp), f"{np.sum(xp != ref_xp)} packed bytes differ from the reference")
+    check(same_bits(xs, ref_xs), "block scales differ from the reference")
+    # ... sampled rows: against the numpy model.
+    ops = model.Operands.of(w)
+    rows = np.unique(np.concatenate([np.arange(min(6, cell.m)), rng.integers(0, cell.m, 32)]))
+    rows = rows[:model_rows]
+    model_xp, model_xs, la64 = model.quantize_activation(x[rows], ops)
+    check(same_bits(xp[rows], model_xp), f"packed bytes of rows {rows} differ from the model")
+    check(same_bits(xs[rows], model_xs), f"block scales of rows {rows} differ from the model")
+
+    finite = np.isfinite(x.astype(np.float32)).all(axis=1)
+    nan_rows = np.isnan(x.astype(np.float32)).any(axis=1)
+    check(np.isnan(y[nan_rows].astype(np.float32)).all(), "a NaN in x did not reach its row of y")
+
+    # LoRA-down. sampled rows, finite ones.
+    lora_ratio = 0.0
+    if cell.rank:
+        use = finite[rows]
+        xl = (model.smoothed(x[rows], ops) if cell.lora_smoothed else x[rows]).astype(np.float64)
+        magnitude = np.abs(xl[use]) @ np.abs(ops.lora_down.astype(np.float64))
+        lora_ratio = error_ratio(la[rows][use], la64[use], magnitude)
+        check(lora_ratio <= 1, f"lora_act is {lora_ratio:.3g} x its error bound off")
+
+    # GEMM: float64 product of the kernel's own quantized operands.
+    want = model.gemm_f64(xp[finite], xs[finite], la[finite], ops)
+    absolute = dataclasses.replace(
+        ops,
+        **{
+            name: None if (v := getattr(ops, name)) is None else np.abs(v)
+            for name in ("channel_scale", "lora_up", "bias", "global_scale", "act_global_scale")
+        },
+    )
+    magnitude = _gemm_magnitude(xp[finite], xs[finite], la[finite], absolute)
+    got = y[finite]
+    ratio = error_ratio(got, want, magnitude)
+    check(ratio <= 1, f"y is {ratio:.3g} x its error bound off")
+    norm = np.linalg.norm(want)
+    clipped = np.clip(got.astype(np.float64), -1e30, 1e30)
+    frobenius = float(np.linalg.norm(clipped - want) / norm) if norm else 0.0
+
+    return {
+        **dataclasses.asdict(cell),
+        "block_size": w.block_size,
+        "plan_tile_m": found.tile_m,
+        "y_error_over_bound": round(ratio, 4),
+        "y_relative_frobenius": float(f"{frobenius:.3g}"),
+        "lora_error_over_bound": round(lora_ratio, 4),
+        "poisoned": poisoned,
+        "two_runs_identical": identical,
+        "halves_identical": split_same,
+        "failures": failures,
+    }
+
+
+def _gemm_magnitude(xp, xs, la, ops: model.Operands) -> np.ndarray:
+    """`model.gemm_f64` with the absolute value of every term."""
+    x = np.abs(model.decode(xp, xs, ops.format, ops.act_unsigned))
+    total = x @ np.abs(model.decode(ops.packed, ops.scales, ops.format)).T
+    for scale in (ops.global_scale, ops.act_global_scale):
+        if scale is not None:
+            total *= np.float64(scale)
+    if ops.channel_scale is not None:
+        total *= ops.channel_scale
+    if ops.lora_up is not None:
+        total += np.abs(la.astype(np.float64)) @ ops.lora_up.astype(np.float64).T
+    if ops.bias is not None:
+        total += ops.bias
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, help="write all measurements here")
+    parser.add_argument("--jobs", type=int, default=8, help="cells in flight")
+    parser.add_argument("--small", action="store_true", help="a few small cells only")
+    parser.add_argument(
+        "--reference", action="store_true", help="run the jnp reference instead of the kernels"
+    )
+    args = parser.parse_args()
+    implementation = None if args.reference else "cuda"
+    todo = list(small_cells()) if args.small else [*all_cells(), *extra_cells()]
+    results, failed, started = [], 0, time.time()
+
+    def run(cell: Cell) -> dict:
+        try:
+            return run_cell(cell, implementation)
+        except Exception as error:  # one broken cell must not hide the others
+            return {**dataclasses.asdict(cell), "failures": [f"{type(error).__name__}: {error}"]}
+
+    # Compiling and float64 products take the time; both run outside the interpreter lock.
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for i, (cell, result) in enumerate(zip(todo, pool.map(run, todo), strict=True)):
+            results.append(result)
+            if result["failures"]:
+                failed += 1
+                print(f"FAILED {cell}: " + "; ".join(result["failures"]), flush=True)
+            elif i % 50 == 0:
+                print(f"{i + 1}/{len(todo)} {cell} ok", flush=True)
+    device = jax.devices()[0]
+    report = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "build": {k: str(v) for k, v in _ffi.build_info().items()},
+        "implementation": implementation or "reference",
+        "cells": len(results),
+        "failed": failed,
+        "seconds": round(time.time() - started, 1),
+        "largest_y_error_over_bound": max(r.get("y_error_over_bound", 0.0) for r in results),
+        "largest_lora_error_over_bound": max(r.get("lora_error_over_bound", 0.0) for r in results),
+        "results": results,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        f"{len(results)} cells, {failed} failed, {report['seconds']} s, largest error "
+        f"{report['largest_y_error_over_bound']} of the bound"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+// What test_build.py runs of cuda/ on the CPU: the format functions that the
+// kernels are made of, and the checks that the handlers do on a plan.
+#include <cstdint>
+
+#include "formats.cuh"
+#include "plan.h"
+
+namespace ffi = ::xla::ffi;
+using namespace jax_w4a4;
+
+namespace jax_w4a4 {
+// Stands in for the kernel table: the tiles of sm90_gemm_v1.cu.
+const void* GemmV1Kernel(Format, int tile_m) {
+  static const int kernel = 0;
+  return tile_m == 32 || tile_m == 64 || tile_m == 128 ? &kernel : nullptr;
+}
+}  // namespace jax_w4a4
+
+extern "C" {
+
+// kind: 0 e2m1, 1 s4, 2 u4, 3 e4m3, 4 e8m0, 5 f16, 6 bf16
+void Decode(int kind, const uint32_t* in, float* out, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t x = in[i];
+    out[i] = kind == 0   ? DecodeE2m1(x)
+             : kind == 1 ? DecodeS4(x)
+             : kind == 2 ? DecodeU4(x)
+             : kind == 3 ? DecodeE4m3(x)
+             : kind == 4 ? DecodeE8m0(x)
+             : kind == 5 ? DecodeF16(x)
+                         : DecodeBf16(x);
+  }
+}
+
+// kind: 0 e2m1, 3 e4m3, 5 f16, 6 bf16
+void Encode(int kind, const float* in, uint32_t* out, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const float x = in[i];
+    out[i] = kind == 0   ? EncodeE2m1(x)
+             : kind == 3 ? EncodeE4m3(x)
+             : kind == 5 ? EncodeF16(x)
+                         : EncodeBf16(x);
+  }
+}
+
+void PackPairs(const float* in, uint32_t* out, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    out[i] = PackExactBf16(in[2 * i], in[2 * i + 1]);
+  }
+}
+}
+
+template <Format kFormat>
+void QuantizeBlocks(const float* v, int64_t blocks, int block, int scale_dtype,
+                    bool is_unsigned, int rule, uint8_t* codes,
+                    uint32_t* scales) {
+  for (int64_t b = 0; b < blocks; ++b, v += block, codes += block) {
+    uint32_t amax = 0;
+    for (int i = 0; i < block; ++i) {
+      amax = AccumulateAbsMax(amax, Flush(v[i]), is_unsigned);
+    }
+    const BlockScale scale =
+        ChooseScale<kFormat>(amax, is_unsigned, static_cast<ScaleRule>(rule),
+                             static_cast<DType>(scale_dtype));
+    scales[b] = scale.bits;
+    for (int i = 0; i < block; ++i) {
+      codes[i] = scale.live ? static_cast<uint8_t>(EncodeValue<kFormat>(
+                                  Flush(v[i]), scale, is_unsigned))
+                            : 0;
+    }
+  }
+}
+
+extern "C" void Quantize(int format, const float* v, int64_t blocks, int block,
+                         int scale_dtype, int is_unsigned, int rule,
+                         uint8_t* codes, uint32_t* scales) {
+  auto run = format == 0   ? QuantizeBlocks<Format::kNvfp4>
+             : format == 1 ? QuantizeBlocks<Format::kMxfp4>
+                           : QuantizeBlocks<Format::kInt4>;
+  run(v, blocks, block, scale_dtype, is_unsigned != 0, rule, codes, scales);
+}
+
+static ffi::Error CheckRegions(ffi::AnyBuffer lora_up,
+                               ffi::Result<ffi::AnyBuffer>, PlanAttrs plan,
+                               SpecAttrs spec) {
+  const int64_t rank = lora_up.dimensions()[1];
+  if (ffi::Error e = CheckGemmRegions(plan, spec, rank); e.failure()) return e;
+  return CheckQuantizer(plan, rank);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Instantiate, CheckAttrs,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<PlanAttrs>("plan")
+                                  .Attr<SpecAttrs>("spec"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Execute, CheckRegions,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<PlanAttrs>("plan")
+                                  .Attr<SpecAttrs>("spec"));

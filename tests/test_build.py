@@ -1,0 +1,496 @@
+"""The compiled side without a GPU: absence of the extension, ABI check, arithmetic, plan checks.
+
+The format functions and the plan checks of cuda/ are plain C++. They are compiled here for the CPU,
+so that what the kernels compute and refuse is defended on machines without a GPU.
+"""
+
+import ctypes
+import itertools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from unittest import mock
+
+import gpu_parity
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import model
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from jax_w4a4 import _ffi, formats, plan, primitives
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CUDA = ROOT / "cuda"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+CMAKE = shutil.which("cmake")
+
+
+# ------------------------------------------------------------------------------------------------
+# _ffi.py
+# ------------------------------------------------------------------------------------------------
+
+
+class FfiApi(parameterized.TestCase):
+    """Handlers built against newer headers than the running jaxlib are refused before they are
+    registered: registering them would break the whole backend."""
+
+    @parameterized.parameters(((0, 3), (0, 3)), ((0, 3), (0, 4)), ((0, 3), (0, 5)))
+    def test_same_or_older_headers_pass(self, built, running):
+        _ffi.check_ffi_api(built, running)
+
+    @parameterized.parameters(
+        ((0, 4), (0, 3)), ((0, 9), (0, 5)), ((1, 0), (0, 9)), ((0, 3), (1, 0))
+    )
+    def test_newer_headers_and_other_majors_are_refused(self, built, running):
+        with self.assertRaisesRegex(ImportError, "jax_w4a4: .*headers.*Upgrade jaxlib, or rebuild"):
+            _ffi.check_ffi_api(built, running)
+
+    def test_running_version_is_that_of_the_headers(self):
+        major, minor = _ffi.running_ffi_api()
+        self.assertEqual(major, 0)
+        self.assertGreaterEqual(minor, 3)
+
+    def test_build_requirement_is_the_oldest_supported_jaxlib(self):
+        text = (ROOT / "pyproject.toml").read_text()
+        build = re.search(r'"jaxlib==(\d+\.\d+)\.\*"', text).group(1)
+        oldest = re.search(r'"jaxlib>=(\d+\.\d+)', text).group(1)
+        self.assertEqual(build, oldest)
+
+
+def fake_extension(ffi_api):
+    return types.SimpleNamespace(
+        build_info=lambda: {"ffi_api": ffi_api},
+        registrations=lambda: {"a.v1": {"execute": object()}, "b.v1": {"execute": object()}},
+    )
+
+
+class Registration(parameterized.TestCase):
+    """`register` runs the check first, registers each target once, and is idempotent."""
+
+    def register(self, extension):
+        with (
+            mock.patch.object(_ffi, "_extension", extension),
+            mock.patch.object(_ffi, "_registered", False),
+            mock.patch.object(jax.ffi, "register_ffi_target") as registered,
+        ):
+            try:
+                _ffi.register()
+                _ffi.register()
+            finally:
+                self.names = [call.args[0] for call in registered.call_args_list]
+
+    def test_each_target_once(self):
+        self.register(fake_extension((0, 3)))
+        self.assertEqual(self.names, ["a.v1", "b.v1"])
+
+    def test_nothing_is_registered_after_a_failed_check(self):
+        with self.assertRaises(ImportError):
+            self.register(fake_extension((0, 99)))
+        self.assertEqual(self.names, [])
+
+    def test_cpu_package_registers_nothing(self):
+        self.register(None)
+        self.assertEqual(self.names, [])
+
+
+WITHOUT_EXTENSION = """
+import sys
+sys.modules["jax_w4a4._cuda"] = None
+import jax.numpy as jnp
+from jax_w4a4 import _ffi
+from jax_w4a4.matmul import matmul
+from jax_w4a4.weight import Weight
+
+assert not _ffi.has_cuda() and _ffi.KERNELS == frozenset(), _ffi.KERNELS
+info = _ffi.build_info()
+assert info["cuda"] is False and "CPU package" in info["reason"], info
+for f in (_ffi.counters, _ffi.last_launch, lambda: _ffi.set_dependent_launch(True)):
+    try:
+        f()
+    except RuntimeError as error:
+        assert "no CUDA kernels here" in str(error), error
+    else:
+        raise AssertionError("no error from the CPU package")
+ones = jnp.full((3, 16), 0x22, jnp.uint8)  # code 2 is 1.0
+w = Weight.from_packed(ones, jnp.ones((3, 2), jnp.float8_e4m3fn), format="nvfp4")
+y = matmul(jnp.ones((2, 32), jnp.float32), w)
+assert (abs(y - 32) < 2).all(), y
+print("works")
+"""
+
+BROKEN_EXTENSION = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax_w4a4._cuda":
+            raise ImportError("libexample.so.1: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+from jax_w4a4 import _ffi
+"""
+
+
+class Extension(parameterized.TestCase):
+    """The package with, without and with a broken extension."""
+
+    def test_without_extension_the_package_works_and_says_so(self):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True
+        )
+        self.assertEqual(done.stdout.strip(), "works", done.stderr)
+
+    def test_a_broken_extension_is_not_taken_for_a_cpu_package(self):
+        done = subprocess.run(
+            [sys.executable, "-c", BROKEN_EXTENSION], capture_output=True, text=True
+        )
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("libexample.so.1", done.stderr)
+
+    def test_build_info_agrees_with_has_cuda(self):
+        info = _ffi.build_info()
+        self.assertEqual(info["cuda"], _ffi.has_cuda())
+        self.assertEqual(bool(info["reason"]), not _ffi.has_cuda())
+        self.assertEqual(frozenset(info["kernels"]), _ffi.KERNELS)
+
+    def test_compiled_extension(self):
+        if not _ffi.has_cuda():
+            self.skipTest("CPU package")
+        info = _ffi.build_info()
+        self.assertIn("90a", info["cuda_archs"])
+        self.assertIn("sm90_v1", _ffi.KERNELS)
+        self.assertRegex(info["nvcc"], r"^\d+\.\d+")
+        self.assertLessEqual(info["ffi_api"], _ffi.running_ffi_api())
+        self.assertEqual(set(_ffi._extension.registrations()), set(primitives.FFI_TARGETS.values()))
+        self.assertEqual(set(_ffi.counters()), {"calls", "captured"})
+
+    def test_extension_needs_no_cuda_library(self):
+        if not _ffi.has_cuda() or shutil.which("readelf") is None:
+            self.skipTest("CPU package, or no readelf")
+        listing = subprocess.run(
+            ["readelf", "-d", _ffi._extension.__file__], capture_output=True, text=True, check=True
+        ).stdout
+        needed = re.findall(r"NEEDED.*\[(.*)\]", listing)
+        self.assertIn("libstdc++.so.6", needed)
+        self.assertEqual([lib for lib in needed if "cuda" in lib], [])
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+class CMakeOption(parameterized.TestCase):
+    """JAX_W4A4_CUDA decides, loudly: no silent CPU package where kernels were demanded."""
+
+    def configure(self, *options):
+        with tempfile.TemporaryDirectory() as build:
+            return subprocess.run(
+                [CMAKE, "-S", str(ROOT), "-B", build, f"-DPython_EXECUTABLE={sys.executable}"]
+                + list(options),
+                capture_output=True,
+                text=True,
+            )
+
+    def test_off_is_the_cpu_package_and_says_so(self):
+        done = self.configure("-DJAX_W4A4_CUDA=OFF")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("CPU package, no CUDA kernels", done.stdout)
+
+    def test_unknown_value_is_an_error(self):
+        done = self.configure("-DJAX_W4A4_CUDA=MAYBE")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("expected AUTO, ON or OFF", done.stderr)
+
+
+class ParityDriver(parameterized.TestCase):
+    """The GPU parity driver itself, on the reference: it accepts right results and no others."""
+
+    cell = gpu_parity.Cell("int4", 5, 9, 20, 50, out_dtype="float32", act_unsigned=True)
+
+    def test_accepts_the_reference(self):
+        self.assertEqual(gpu_parity.run_cell(self.cell, implementation=None)["failures"], [])
+
+    def test_notices_a_wrong_product(self):
+        exact = model.gemm_f64
+        with mock.patch.object(model, "gemm_f64", lambda *a: exact(*a) * (1 + 1e-4)):
+            failures = gpu_parity.run_cell(self.cell, implementation=None)["failures"]
+        self.assertRegex(" ".join(failures), "y is .* x its error bound off")
+
+    def test_notices_a_wrong_code(self):
+        exact = model.pack
+        with mock.patch.object(model, "pack", lambda codes: exact(codes) ^ 1):
+            failures = gpu_parity.run_cell(self.cell, implementation=None)["failures"]
+        self.assertRegex(" ".join(failures), "packed bytes .* differ from the model")
+
+
+# ------------------------------------------------------------------------------------------------
+# C++ on the CPU
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory):
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    library = tmp_path_factory.mktemp("host") / "libhost.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
+    command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
+    command += [str(ROOT / "tests" / "host_checks.cc"), str(CUDA / "plan.cc"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+def pointer(array):
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+@pytest.mark.usefixtures("host_library")
+class HostTest(parameterized.TestCase):
+    @pytest.fixture(autouse=True)
+    def _library(self, host_library):
+        self.lib = host_library
+
+
+DECODE_KINDS = {"e2m1": 0, "s4": 1, "u4": 2, "e4m3": 3, "e8m0": 4, "float16": 5, "bfloat16": 6}
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4}
+
+
+class FormatFunctions(HostTest):
+    """cuda/formats.cuh, the very functions of the kernels, against tables: every code and scale."""
+
+    def decode(self, kind, codes):
+        codes = np.ascontiguousarray(codes, np.uint32)
+        out = np.empty(codes.shape, np.float32)
+        size = ctypes.c_int64(codes.size)
+        self.lib.Decode(DECODE_KINDS[kind], pointer(codes), pointer(out), size)
+        return out
+
+    def encode(self, kind, values):
+        values = np.ascontiguousarray(values, np.float32)
+        out = np.empty(values.shape, np.uint32)
+        size = ctypes.c_int64(values.size)
+        self.lib.Encode(DECODE_KINDS[kind], pointer(values), pointer(out), size)
+        return out
+
+    def test_decode_codes(self):
+        codes = np.arange(16)
+        e2m1 = np.concatenate([model.E2M1, -model.E2M1]).astype(np.float32)
+        self.assertEqual(self.decode("e2m1", codes).tobytes(), e2m1.tobytes())
+        np.testing.assert_array_equal(self.decode("u4", codes), codes)
+        np.testing.assert_array_equal(self.decode("s4", codes), (codes ^ 8) - 8)
+
+    def test_decode_every_scale(self):
+        byte = np.arange(256, dtype=np.uint8)
+        want = byte.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_array_equal(self.decode("e4m3", byte), want)
+        want = byte.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        want[0] = 0  # a subnormal, and those count as zero
+        np.testing.assert_array_equal(self.decode("e8m0", byte), want)
+        bits = np.arange(65536, dtype=np.uint16)
+        want = bits.view(np.float16).astype(np.float32)
+        np.testing.assert_array_equal(self.decode("float16", bits), want)
+        want = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(self.decode("bfloat16", bits), want)
+
+    def test_pack_of_every_product_is_exact(self):
+        codes = self.decode("e2m1", np.arange(16))
+        for scales in (self.decode("e4m3", np.arange(127)), self.decode("e8m0", np.arange(253))):
+            products = np.outer(scales, codes).astype(np.float32)
+            products = products[np.isfinite(products).all(axis=1)]
+            words = np.empty(products.size // 2, np.uint32)
+            self.lib.PackPairs(pointer(products), pointer(words), ctypes.c_int64(words.size))
+            unpacked = words.view(ml_dtypes.bfloat16).astype(np.float32)
+            self.assertEqual(unpacked.tobytes(), products.tobytes())
+
+    @parameterized.parameters(
+        ("e4m3", "float8_e4m3fn", 448),
+        ("float16", "float16", 65504),
+        ("bfloat16", "bfloat16", 2e38),
+    )
+    def test_encode_scale_rounds_to_nearest_even(self, kind, dtype, top):
+        with np.errstate(invalid="ignore"):
+            table = np.sort(model._values_of(model.dtype_of(dtype)))
+        table = table[table <= top].astype(np.float32)
+        if dtype == "bfloat16":
+            table = table[(table == 0) | (table >= model.TINY)]
+        # Exact values, ties between neighbours and the floats next to both.
+        middle = ((table[1:].astype(np.float64) + table[:-1]) / 2).astype(np.float32)
+        points = np.concatenate([table, middle])
+        points = np.concatenate(
+            [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(0))]
+        )
+        points = model.flush(points[points <= table[-1]])
+        got = self.decode(kind, self.encode(kind, points))
+        want = table[model._nearest(points, table.astype(np.float64))]
+        if dtype == "bfloat16":  # dropping the subnormals shifted the parity of the table's index
+            want = points.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(got, want)
+
+    def test_encode_nan(self):
+        nan = np.array([np.nan])
+        self.assertEqual(self.encode("e4m3", nan)[0], 0x7F)
+        self.assertEqual(self.encode("float16", nan)[0], 0x7E00)
+        self.assertEqual(self.encode("bfloat16", nan)[0], 0x7FC0)
+
+    def test_encode_e2m1_of_every_bfloat16(self):
+        values = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+        values = values[~np.isnan(values)]
+        want = model._nearest(np.abs(values), model.E2M1) + 8 * np.signbit(values)
+        np.testing.assert_array_equal(self.encode("e2m1", values), want)
+
+    @parameterized.parameters(
+        ("nvfp4", 16, "float8_e4m3fn", False, "rceil"),
+        ("mxfp4", 32, "float8_e8m0fnu", False, "rceil"),
+        ("mxfp4", 32, "float8_e8m0fnu", False, "floor"),
+        *itertools.product(
+            ["int4"], [32, 64, 128], ["float16", "bfloat16", "float32"], [False, True], ["rceil"]
+        ),
+    )
+    def test_blocks(self, format, block, scale_dtype, unsigned, rule):
+        rng = np.random.default_rng(block)
+        v = rng.standard_normal((300, block)).astype(np.float32)
+        v *= np.exp2(rng.uniform(-140, 126, (300, 1))).astype(np.float32)
+        v[:100] = rng.standard_normal((100, block)) * np.exp2(rng.integers(-12, 12, (100, 1)))
+        v[0] = 0
+        v[1] = -0.0
+        v[2, 3] = np.nan
+        v[3, 4] = np.inf
+        v[4, 5] = -np.inf
+        v[5] = -np.abs(v[5])
+        v[6] = rng.integers(-7, 8, block)  # codes that fall on ties
+        v[7] = np.float32(1e-40)
+        v[8, :4] = [np.float32(3e38), -3e38, 1e-40, -1e-40]
+        with np.errstate(all="ignore"):
+            want_codes, want_bits = model.quantize(
+                v,
+                format,
+                block_size=block,
+                scale_dtype=scale_dtype,
+                unsigned=unsigned,
+                rule=rule,
+            )
+        codes = np.empty(v.shape, np.uint8)
+        bits = np.empty(len(v), np.uint32)
+        self.lib.Quantize(
+            list(formats.FORMATS).index(format),
+            pointer(v),
+            ctypes.c_int64(len(v)),
+            block,
+            DTYPES[scale_dtype],
+            int(unsigned),
+            formats.ACT_RULES.index(rule),
+            pointer(codes),
+            pointer(bits),
+        )
+        np.testing.assert_array_equal(bits, want_bits[:, 0])
+        np.testing.assert_array_equal(codes, want_codes[:, :block])
+
+
+class PlanChecks(HostTest):
+    """The handlers' checks on the attributes (cuda/plan.cc), decoded by XLA as on the GPU: they
+    accept what the planner makes and refuse everything else, at compile where that is possible."""
+
+    def setUp(self):
+        super().setUp()
+        stages = {
+            "instantiate": jax.ffi.pycapsule(self.lib.Instantiate),
+            "execute": jax.ffi.pycapsule(self.lib.Execute),
+        }
+        jax.ffi.register_ffi_target("jax_w4a4_test_plan", stages, platform="cpu")
+
+    def attrs(
+        self, format="nvfp4", rank=32, m=64, k_pad=256, block=16, scale="float8_e4m3fn", **kw
+    ):
+        spec = formats.Spec(format, k_pad, k_pad, block, scale)
+        problem = plan.Problem(
+            m, 300, k_pad, rank, format, block, "bfloat16", "bfloat16", "bfloat16", scale
+        )
+        return plan.solve(problem, "sm_90", **kw).ffi_attrs(), spec.ffi_attrs()
+
+    def compile(self, plan_attrs, spec_attrs, rank=32):
+        def f(lora_up):
+            call = jax.ffi.ffi_call("jax_w4a4_test_plan", jax.ShapeDtypeStruct((), jnp.float32))
+            return call(lora_up, plan=dict(plan_attrs), spec=dict(spec_attrs))
+
+        lora_up = jnp.zeros((300, rank), jnp.bfloat16)
+        compiled = jax.jit(f).lower(lora_up).compile()
+        return lambda: jax.block_until_ready(compiled(lora_up))
+
+    def test_every_plan_of_the_planner_is_accepted(self):
+        kinds = [("nvfp4", 16, "float8_e4m3fn"), ("mxfp4", 32, "float8_e8m0fnu")]
+        kinds += [("int4", block, "float16") for block in (32, 64, 128, 384)]
+        for (format, block, scale), rank, tile_m in itertools.product(
+            kinds, (0, 16, 128), (32, 64, 128)
+        ):
+            with self.subTest(format=format, block=block, rank=rank, tile_m=tile_m):
+                attrs = self.attrs(format, rank, 64, 384, block, scale, tile_m=tile_m)
+                self.compile(*attrs, rank)()
+
+    @parameterized.parameters(
+        ("plan", "schema", 2, "INVALID_ARGUMENT.*plan schema 2"),
+        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2"),
+        ("plan", "cc", 100, "FAILED_PRECONDITION.*sm_100"),
+        ("plan", "tile_m", 48, "INVALID_ARGUMENT.*tile .48, 128, 64."),
+        ("plan", "tile_n", 256, "INVALID_ARGUMENT.*tile"),
+        ("plan", "tile_k", 128, "INVALID_ARGUMENT.*tile"),
+        ("plan", "cluster", 2, "INVALID_ARGUMENT.*cluster 2"),
+        ("plan", "threads", 128, "INVALID_ARGUMENT.*128 threads"),
+        ("plan", "main_stages", 3, "INVALID_ARGUMENT.*main 3"),
+        ("plan", "store_stages", 1, "INVALID_ARGUMENT.*store 1"),
+        ("spec", "format", 3, "INVALID_ARGUMENT.*unknown format 3"),
+        ("spec", "block_size", 48, "INVALID_ARGUMENT.*block_size=48"),
+        ("spec", "k_pad", 240, "INVALID_ARGUMENT.*k_pad=240"),
+        ("spec", "k", 0, "INVALID_ARGUMENT.*k=0"),
+        ("spec", "act_unsigned", 1, "INVALID_ARGUMENT.*act_unsigned=1"),
+        ("spec", "act_rule", 2, "INVALID_ARGUMENT.*act_rule=2"),
+    )
+    def test_refused_at_compile(self, which, key, value, text):
+        plan_attrs, spec_attrs = self.attrs()
+        attrs = {"plan": plan_attrs, "spec": spec_attrs}
+        attrs[which][key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(attrs["plan"], attrs["spec"])
+
+    @parameterized.parameters(("missing", 29), ("surplus", 31))
+    def test_wrong_attribute_count_is_refused(self, change, count):
+        plan_attrs, spec_attrs = self.attrs()
+        if change == "missing":
+            del plan_attrs["q_rows"]
+        else:
+            plan_attrs["extra"] = 0
+        text = f"(?s)INVALID_ARGUMENT.*expected 30 attributes but got {count}"
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+            self.compile(plan_attrs, spec_attrs)
+
+    @parameterized.parameters(
+        ("off_act", 0, "act overlap weight"),
+        ("off_act", 64, "128-byte aligned"),
+        ("off_act", -128, "of act"),
+        ("off_weight_scale", 0, "weight_scale overlap weight"),
+        ("off_aux", 1 << 20, "of aux"),
+        ("bytes_weight", 128, "of weight at"),
+        ("bytes_act_scale", 0, "of act_scale"),
+        ("bytes_lora_up", 128, "of lora_up"),
+        ("off_lora_act", 0, "lora_act overlap lora_up"),
+        ("lora_stages", 0, "no LoRA stage"),
+        ("smem_bytes", 1024, "inside"),
+        ("q_rows", 8, "quantizer 8 rows"),
+        ("q_smem_bytes", 0, "quantizer"),
+    )
+    def test_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.attrs("int4", block=64, scale="float16")
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_epilogue_regions_may_lie_on_the_main_loop_but_not_on_aux(self):
+        plan_attrs, spec_attrs = self.attrs()
+        self.assertLess(plan_attrs["off_lora_up"], 2 * plan_attrs["bytes_weight"])
+        plan_attrs["off_lora_up"] = plan_attrs["off_aux"]
+        plan_attrs["smem_bytes"] += 1 << 15
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "lora_up overlap aux"):
+            self.compile(plan_attrs, spec_attrs)()

@@ -1,0 +1,363 @@
+"""The CUDA kernels and their FFI handlers on a real device: `pytest -m gpu`."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import gpu_parity
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from jax_w4a4 import _ffi, formats, plan, primitives
+from jax_w4a4.matmul import matmul
+from jax_w4a4.quantize import quantize
+
+pytestmark = pytest.mark.gpu
+
+GRID = [
+    (format, rank, m)
+    for format in gpu_parity.FORMATS
+    for rank in gpu_parity.RANKS
+    for m in gpu_parity.ROWS
+]
+
+
+def layer(m=64, n=256, k=256, rank=16, format="nvfp4", seed=0):
+    kx, kw = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(kx, (m, k), jnp.bfloat16)
+    w = quantize(jax.random.normal(kw, (n, k)) / k**0.5, format=format, rank=rank)
+    return x, w
+
+
+class Parity(parameterized.TestCase):
+    """Every format, rank and M, ragged N and K, against the float64 model."""
+
+    @parameterized.parameters(*GRID)
+    def test_cell(self, format, rank, m):
+        for cell in gpu_parity.cells_of(format, rank, m):
+            result = gpu_parity.run_cell(cell)
+            self.assertEqual(result["failures"], [], msg=str(cell))
+
+    @parameterized.parameters(*gpu_parity.extra_cells())
+    def test_extra_cell(self, cell):
+        self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
+
+
+class RawCall:
+    """A gemm FFI call whose attributes and operands a test may spoil before it is compiled."""
+
+    target = "jax_w4a4.gemm.v1"
+
+    def __init__(self, m=20, n=40, k=64, rank=16, format="nvfp4"):
+        x, w = layer(m, n, k, rank, format)
+        spec = w.spec("float32")
+        cell = gpu_parity.Cell(format, rank, m, n, k, out_dtype="float32")
+        self.plan = dict(gpu_parity.solve(cell, spec).ffi_attrs())
+        self.spec = dict(spec.ffi_attrs())
+        for_quantize, for_gemm = gpu_parity.operands_of(w, spec)
+        params = {
+            "spec": spec,
+            "plan": gpu_parity.solve(cell, spec),
+            "implementation": "cuda",
+        }
+        xp, xs, la = primitives.quantize_p.bind(x, *for_quantize, **params)
+        self.operands = [xp, xs, for_quantize[1], la, *for_gemm]
+        self.results = [jax.ShapeDtypeStruct((m, n), jnp.float32)]
+        self.expected = primitives.gemm_p.bind(*self.operands, **params)[0]
+
+    def compile(self):
+        def f(*operands):
+            call = jax.ffi.ffi_call(self.target, self.results)
+            return call(*operands, plan=self.plan, spec=self.spec)
+
+        return jax.jit(f).lower(*self.operands).compile()
+
+    def run(self):
+        return jax.block_until_ready(self.compile()(*self.operands))
+
+
+class HandlerErrors(parameterized.TestCase):
+    """What a handler refuses, with which status, and when: at compile where it can be known."""
+
+    def test_unspoiled_call_is_accepted(self):
+        call = RawCall()
+        np.testing.assert_array_equal(call.run()[0], call.expected)
+
+    @parameterized.parameters(
+        ("schema", 2, "INVALID_ARGUMENT", "plan schema 2"),
+        ("kernel", 2, "FAILED_PRECONDITION", "kernel 2"),
+        ("cc", 100, "FAILED_PRECONDITION", "sm_100"),
+        ("tile_m", 48, "INVALID_ARGUMENT", "tile"),
+        ("tile_n", 256, "INVALID_ARGUMENT", "tile"),
+        ("cluster", 2, "INVALID_ARGUMENT", "cluster 2"),
+        ("threads", 128, "INVALID_ARGUMENT", "128 threads"),
+        ("main_stages", 3, "INVALID_ARGUMENT", "main 3"),
+    )
+    def test_plan_errors_surface_at_compile(self, key, value, status, text):
+        call = RawCall()
+        call.plan[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){status}.*{text}"):
+            call.compile()
+
+    @parameterized.parameters(
+        ("format", 3, "unknown format"),
+        ("block_size", 48, "block_size=48"),
+        ("k_pad", 65, "k_pad=65"),
+        ("act_unsigned", 1, "act_unsigned=1"),
+    )
+    def test_spec_errors_surface_at_compile(self, key, value, text):
+        call = RawCall()
+        call.spec[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)INVALID_ARGUMENT.*{text}"):
+            call.compile()
+
+    @parameterized.parameters(
+        ("off_act", 0, "overlap"),
+        ("off_act", 64, "128-byte aligned"),
+        ("off_aux", 1 << 20, "aux"),
+        ("bytes_weight", 128, "weight"),
+        ("bytes_lora_up", 128, "lora_up"),
+        ("lora_stages", 0, "no LoRA stage"),
+        ("smem_bytes", 300_000, "300000"),
+        ("smem_bytes", 1024, "inside"),
+    )
+    def test_regions_that_the_kernel_cannot_honour(self, key, value, text):
+        call = RawCall()
+        call.plan[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECON.*{text}"):
+            call.run()
+
+    @parameterized.parameters("missing", "surplus")
+    def test_attribute_count(self, kind):
+        call = RawCall()
+        if kind == "missing":
+            del call.plan["q_rows"]
+        else:
+            call.plan["extra"] = 1
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "INVALID_ARGUMENT"):
+            call.run()
+
+    @parameterized.parameters(
+        (0, lambda a: a.astype(jnp.int8), "activation is"),
+        (0, lambda a: a[:, :-1], "activation is"),
+        (1, lambda a: a.astype(jnp.float32), "activation scales is"),
+        (1, lambda a: a[:-1], "activation scales is"),
+        (3, lambda a: a.astype(jnp.float32), "lora_act is"),
+        (3, lambda a: a[:, :-1], "lora_act is"),
+        (4, lambda a: a[:-1], "scales is"),
+        (4, lambda a: a.reshape(-1), "packed is"),
+        (8, lambda a: jnp.zeros((3,), jnp.float32), "channel_scale is"),
+        (9, lambda a: jnp.zeros((40,), jnp.bfloat16), "bias is"),
+    )
+    def test_operands_are_checked(self, index, spoil, text):
+        call = RawCall()
+        call.operands[index] = spoil(call.operands[index])
+        with self.assertRaisesRegex(
+            jax.errors.JaxRuntimeError, f"(?s)INVALID_ARGUMENT.*{text}.*expected"
+        ):
+            call.run()
+
+    def test_client_survives_an_error(self):
+        call = RawCall()
+        call.plan["off_act"] = 0
+        with self.assertRaises(jax.errors.JaxRuntimeError):
+            call.run()
+        np.testing.assert_array_equal(RawCall().run()[0], call.expected)
+
+
+class Boundary(parameterized.TestCase):
+    """What crosses the FFI boundary: nibbles, alignment, empty operands, no copies."""
+
+    @parameterized.parameters(("nvfp4", 0x2), ("mxfp4", 0x2), ("int4", 0x1))
+    def test_even_k_is_the_low_nibble(self, format, one):
+        call = RawCall(m=2, n=16, k=128, rank=0, format=format)
+        scales = call.operands[1]
+        call.operands[1] = jnp.ones(scales.shape, scales.dtype)
+        call.operands[5] = jnp.ones(call.operands[5].shape, scales.dtype)
+        act = np.zeros(call.operands[0].shape, np.uint8)
+        act[0, 0], act[1, 0] = one, one << 4  # x[0] = e_0, x[1] = e_1
+        weight = np.zeros(call.operands[4].shape, np.uint8)
+        codes = np.arange(16, dtype=np.uint8)
+        weight[:, 0] = codes | (codes[::-1] << 4)
+        call.operands[0], call.operands[4] = jnp.asarray(act), jnp.asarray(weight)
+        if format == "int4":
+            values = formats.decode_int4(codes)
+        else:
+            values = formats.decode_e2m1(codes)
+        got = np.asarray(call.run()[0])
+        np.testing.assert_array_equal(got[0], values)
+        np.testing.assert_array_equal(got[1], values[::-1])
+
+    def test_slices_at_any_offset(self):
+        # Rows of x have 162 bytes, of codes 48, of scales 6: most slices start at no multiple of
+        # 256, many at none of 16, and XLA has to copy those.
+        x, w = layer(m=33, n=48, k=81, rank=0)
+        full = jax.tree.map(lambda a: a, w)
+
+        @jax.jit
+        def part(x, w, start):
+            cut = dataclasses.replace(
+                w,
+                packed=jax.lax.dynamic_slice_in_dim(w.packed, start, 7),
+                scales=jax.lax.dynamic_slice_in_dim(w.scales, start, 7),
+            )
+            return matmul(x, cut, implementation="cuda")
+
+        whole = np.asarray(matmul(x, full, implementation="cuda"))
+        for start in range(0, 41, 5):
+            np.testing.assert_array_equal(part(x, w, start), whole[:, start : start + 7])
+        for offset in (1, 3, 5):
+            rows = jax.jit(lambda x, w, o=offset: matmul(x[o:], w, implementation="cuda"))(x, w)
+            np.testing.assert_array_equal(rows, whole[offset:])
+
+    def test_empty_m(self):
+        x, w = layer()
+        before = _ffi.counters()["calls"]
+        y = matmul(x[:0], w, implementation="cuda")
+        self.assertEqual(y.shape, (0, 256))
+        self.assertEqual(_ffi.counters()["calls"], before)
+
+    def test_public_call_runs_the_kernel_by_default(self):
+        x, w = layer()
+        before = _ffi.counters()["calls"]
+        default = matmul(x, w)
+        self.assertGreater(_ffi.counters()["calls"], before)
+        np.testing.assert_array_equal(default, matmul(x, w, implementation="cuda"))
+        xla = matmul(x, w, implementation="xla")
+        np.testing.assert_allclose(
+            default.astype(jnp.float32), xla.astype(jnp.float32), rtol=2e-2, atol=2e-2
+        )
+
+    @parameterized.parameters("argument", "stack")
+    def test_no_copy_of_weights(self, kind):
+        # 256 x 512 / 2 bytes of codes and 256 x 32 of scales: slices start at multiples of 256.
+        layers = [layer(m=64, n=512, k=512, rank=0, seed=i) for i in range(6)]
+        x = layers[0][0]
+        weights = [w for _, w in layers]
+        if kind == "argument":
+            f = jax.jit(lambda x, ws: [matmul(x, w, implementation="cuda") for w in ws])
+            compiled = f.lower(x, weights).compile()
+            self.assertNotIn(" copy(", compiled.as_text())
+        else:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+
+            def one(x, ws):
+                return matmul(x, jax.tree.map(lambda a: a[3], ws), implementation="cuda")
+
+            compiled = jax.jit(one).lower(x, stacked).compile()
+            np.testing.assert_array_equal(
+                compiled(x, stacked), matmul(x, weights[3], implementation="cuda")
+            )
+        # Temporaries hold the quantized activation, never a weight.
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        activation = 64 * 512 // 2 + 64 * 512 // 16 + 2048
+        calls = 6 if kind == "argument" else 1
+        self.assertLessEqual(temporary, calls * activation)
+        self.assertLess(activation, weights[0].nbytes_packed)
+
+
+class PlanAndLaunch(parameterized.TestCase):
+    """The kernel is launched with what the plan says."""
+
+    @parameterized.product(format=gpu_parity.FORMATS, tile_m=(32, 64, 128), rank=(0, 32))
+    def test_driver_reports_the_plan(self, format, tile_m, rank):
+        cell = gpu_parity.Cell(format, rank, 200, 300, 256, tile_m=tile_m, special=False)
+        self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
+        x, w = layer(200, 300, 256, rank, format)
+        found = gpu_parity.solve(cell, w.spec("bfloat16"))
+        launch = _ffi.last_launch()
+        self.assertEqual(launch["dynamic_smem_bytes"], found.smem_bytes)
+        self.assertGreaterEqual(launch["max_dynamic_smem_bytes"], found.smem_bytes)
+        self.assertEqual(launch["static_smem_bytes"], 0)
+        self.assertEqual(launch["block"], found.threads)
+        self.assertEqual(launch["grid"], (-(-200 // tile_m), 3))
+        self.assertEqual(launch["local_bytes"], 0, "registers were spilled")
+        self.assertGreaterEqual(launch["blocks_per_sm"], 1)
+
+    def test_device_is_the_planned_target(self):
+        self.assertEqual(plan.targets.current().cc, 90)
+        self.assertIn("90a", _ffi.build_info()["cuda_archs"])
+
+
+def run_child(length, flags):
+    script = pathlib.Path(__file__).with_name("gpu_command_buffers.py")
+    env = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    child = subprocess.run(
+        [sys.executable, str(script), str(length)], env=env, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+class CommandBuffers(parameterized.TestCase):
+    """Handlers inside CUDA graphs: right results over moving addresses, replays without calls."""
+
+    def test_default_flags(self):
+        report = run_child(8, "")
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertGreaterEqual(report["addresses"], 17, report)
+        # The first run is not captured; every new set of addresses afterwards is.
+        self.assertGreaterEqual(report["moving"]["captured"], 8 * 15, report)
+        self.assertLess(report["still"]["calls"], 10 * 8, report)
+        self.assertGreater(report["alternating"]["captured"], 0, report)
+
+    def test_command_buffers_off(self):
+        report = run_child(8, "--xla_gpu_enable_command_buffer=")
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertEqual(report["moving"], {"calls": 160, "captured": 0}, report)
+        self.assertEqual(report["still"], {"calls": 80, "captured": 0}, report)
+
+    @parameterized.parameters(1, 3)
+    def test_short_chains(self, length):
+        report = run_child(length, "--xla_gpu_graph_min_graph_size=1")
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertGreaterEqual(report["moving"]["captured"], length * 10, report)
+
+
+class DependentLaunch(parameterized.TestCase):
+    """Quantizer and gemm of one call overlap, also inside a captured graph."""
+
+    def test_overlap_saves_time_under_capture(self):
+        layers = [layer(m=16, n=2048, k=2048, rank=16, seed=i) for i in range(2)]
+        x, weights = layers[0][0], [w for _, w in layers]
+
+        def timed(enabled):
+            _ffi.set_dependent_launch(enabled)
+
+            # A new function each time: a fresh executable, captured under this setting.
+            def f(x, ws):
+                for i in range(32):
+                    x = matmul(x, ws[i % 2], implementation="cuda")
+                return x
+
+            compiled = jax.jit(f).lower(x, weights).compile()
+            before = _ffi.counters()["captured"]
+            for _ in range(5):
+                compiled(x, weights).block_until_ready()
+            self.assertGreater(_ffi.counters()["captured"], before)
+            best = float("inf")
+            for _ in range(30):
+                start = time.perf_counter()
+                compiled(x, weights).block_until_ready()
+                best = min(best, time.perf_counter() - start)
+            return best, np.asarray(compiled(x, weights)).tobytes()
+
+        try:
+            rounds = [(timed(False), timed(True)) for _ in range(3)]
+        finally:
+            _ffi.set_dependent_launch(True)
+        without = min(off[0] for off, _ in rounds)
+        dependent = min(on[0] for _, on in rounds)
+        self.assertEqual(len({bits for pair in rounds for _, bits in pair}), 1)
+        print(
+            f"\ndependent launch: {without / 32 * 1e6:.2f} us per call without, "
+            f"{dependent / 32 * 1e6:.2f} with"
+        )
+        self.assertLess(dependent, without)
