@@ -8,6 +8,7 @@ searching tables of all representable values, codes by searching tables of all c
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +30,7 @@ def flush(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
 
 
+@functools.cache
 def _values_of(dtype: np.dtype) -> np.ndarray:
     """All nonnegative finite values of a one- or two-byte float dtype, ascending by bit pattern."""
     bits = np.uint8 if dtype.itemsize == 1 else np.uint16
@@ -90,7 +92,9 @@ def _block_scale(amax: np.float32, format: str, scale_dtype: str, unsigned: bool
                 exponent -= 1
         exponent = min(max(exponent, -126), 125)
         return byte_type(exponent + 127), np.float32(np.ldexp(1.0, exponent))
-    largest = float(ml_dtypes.finfo(dt).max) / (16 if unsigned else 8)
+    # float32 scales have 19 significant bits, so their largest is (2 - 2^-18) * 2^127.
+    largest = np.ldexp(2 - 2.0**-18, 127) if scale_dtype == "float32" else ml_dtypes.finfo(dt).max
+    largest = float(largest) / (16 if unsigned else 8)
     t = min(np.float32(amax * np.float32(1 / (15 if unsigned else 7))), np.float32(largest))
     if scale_dtype == "float32":
         # 19 significant bits: mantissa in [0.5, 1) times 2^19 is an integer.

@@ -1,0 +1,482 @@
+"""`matmul` and `quantize_activation`: the public operator with its transformations.
+
+Layers, outermost first: argument checks; one `jax.jit`, so that eager calls compile once per shape
+and equal layers share one trace; `shard_map` where the mesh has explicit axes; `custom_vjp`
+(straight-through gradients); `custom_vmap` (an unbatched weight folds the batch into M); the
+partitioner's hook where mesh axes are auto; the primitives, planned for the shapes of one device.
+`custom_vmap` can't be outside `custom_vjp` (no reverse mode), and neither can be inside the
+partitioner's hook, which has no batching and no derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jax_w4a4 import plan, sharding
+from jax_w4a4.formats import FLOAT_DTYPES, reciprocal, to_f32
+from jax_w4a4.primitives import IMPLEMENTATIONS, Call, QuantizeCall, short, warn_once
+from jax_w4a4.weight import Activation, Weight
+
+Array = jax.Array
+
+
+# ------------------------------------------------------------------------------------------------
+# Public functions
+# ------------------------------------------------------------------------------------------------
+
+
+def matmul(
+    x: Array | Activation,
+    w: Weight,
+    *,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+) -> Array:
+    """Multiplies a float activation by a four-bit weight, in four bits by four bits.
+
+    y = channel_scale * (alpha * (q(x / smooth) . codes)) + (x @ lora_down) @ lora_up^T + bias,
+    where q is the weight's format applied block by block along K and alpha the product of the
+    global scales. Sums are fp32, cast once to the result's dtype. `docs/numerics.md` has every
+    rounding; the low-rank branch is that of Li et al., "SVDQuant" (arXiv 2411.05007).
+
+    Works under jit, vmap, grad, remat, scan, linearize, export and sharding. Reverse mode is
+    straight-through: the activation quantizer counts as the identity, so the gradient with respect
+    to x goes through `w.effective()`. lora_up, lora_down, channel_scale and bias get gradients in
+    their own dtypes; codes, block scales, global scales and smooth get zeros. There is no forward
+    mode.
+
+    Sharded leading dimensions of x and a sharded N need no communication, a sharded K one
+    all-reduce. K is split only at multiples of max(32, block size); otherwise it is replicated,
+    with a `FallbackWarning`.
+
+    Args:
+      x: (..., K) float32, bfloat16 or float16; or the result of `quantize_activation`.
+      w: weight of logical shape (N, K).
+      preferred_element_type: dtype of the result, float32, bfloat16 or float16; default: of x.
+      implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
+        platform. None is the kernel where there is one for platform, build and shape, otherwise
+        the reference, with a `FallbackWarning` once per reason on a CUDA machine.
+
+    Returns:
+      (..., N).
+
+    Raises:
+      TypeError: a dtype or type that is not listed above.
+      ValueError: shapes that don't fit together, x without dimensions, an activation quantized
+        for another format, an unknown implementation.
+      NotImplementedError: implementation="cuda" where the kernel can't be had.
+    """
+    _check_weight(w, "matmul")
+    if isinstance(x, Activation):
+        _check_activation(x, w)
+        default = x.dtype
+    else:
+        x = _check_x(x, w, "matmul")
+        default = x.dtype.name
+    out_dtype = _out_dtype(preferred_element_type, default)
+    return w4a4_matmul(Call(out_dtype, implementation, _target(implementation, "matmul")), x, w)
+
+
+def quantize_activation(x: Array, w: Weight, *, implementation: str | None = None) -> Activation:
+    """Quantizes x as `matmul(x, w)` does, to share it between several weights.
+
+    The result depends on x and on w's format, block size, smooth, act_global_scale and lora_down;
+    weights that share these (the projections to queries, keys and values, say) can share it.
+
+    Differentiable with respect to lora_down only. The codes have no gradient, so a gradient with
+    respect to x would be wrong and is refused; `matmul(x, w)` has it.
+
+    Args:
+      x: (..., K) float32, bfloat16 or float16.
+      w: weight of logical shape (N, K).
+      implementation: as in `matmul`.
+
+    Returns:
+      An `Activation`, to be passed to `matmul` in place of x.
+
+    Raises:
+      TypeError, ValueError: as `matmul`.
+      NotImplementedError: implementation="cuda" where the kernel can't be had, or differentiation
+        with respect to x.
+    """
+    _check_weight(w, "quantize_activation")
+    x = _check_x(x, w, "quantize_activation")
+    dtype = x.dtype.name
+    target = _target(implementation, "quantize_activation")
+    packed, scales, lora_act = w4a4_quantize(
+        QuantizeCall(w.spec(dtype), implementation, target),
+        x,
+        w.smooth,
+        w.act_global_scale,
+        w.lora_down,
+    )
+    return Activation(
+        packed,
+        scales,
+        w.act_global_scale,
+        lora_act,
+        format=w.format,
+        k=w.k,
+        block_size=w.block_size,
+        unsigned=w.act_unsigned,
+        dtype=dtype,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks
+# ------------------------------------------------------------------------------------------------
+
+
+def _check_weight(w: Any, who: str) -> None:
+    if not isinstance(w, Weight):
+        raise TypeError(
+            f"jax_w4a4.{who}: w is {type(w).__name__}; expected a jax_w4a4.Weight "
+            "(jax_w4a4.quantize makes one from a float array)"
+        )
+    w.validate(who)
+    if w.ndim != 2:
+        raise ValueError(
+            f"jax_w4a4.{who}: the weight is stacked, its shape is {w.shape}; expected (N, K): "
+            "use jax.vmap or jax.lax.scan, or index it with jax.tree.map"
+        )
+
+
+def _check_x(x: Any, w: Weight, who: str) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"jax_w4a4.{who}: x is {type(x).__name__}; expected an array")
+    # Before jnp.asarray, which narrows float64 silently where x64 is off.
+    name = jnp.dtype(x.dtype).name if jnp.issubdtype(x.dtype, jnp.number) else str(x.dtype)
+    if name not in FLOAT_DTYPES:
+        advice = "; cast it with x.astype(jnp.float32)" if name == "float64" else ""
+        raise TypeError(
+            f"jax_w4a4.{who}: x has dtype {name}; expected {' or '.join(FLOAT_DTYPES)}{advice}"
+        )
+    if len(x.shape) == 0:
+        raise ValueError(f"jax_w4a4.{who}: x is {short(x)}; expected (..., K) with K={w.k}")
+    if x.shape[-1] != w.k:
+        raise ValueError(
+            f"jax_w4a4.{who}: x is {short(x)} and the weight has shape {w.shape}; expected the "
+            f"last dimension of x to be K={w.k}"
+        )
+    return jnp.asarray(x)
+
+
+def _check_activation(x: Activation, w: Weight) -> None:
+    for name, got, wanted in (
+        ("format", x.format, w.format),
+        ("k", x.k, w.k),
+        ("block_size", x.block_size, w.block_size),
+        ("unsigned", x.unsigned, w.act_unsigned),
+        ("dtype of the block scales", jnp.dtype(x.scales.dtype).name, w.scales.dtype.name),
+    ):
+        if got != wanted:
+            raise ValueError(
+                f"jax_w4a4.matmul: the activation was quantized with {name} {got!r} and the "
+                f"weight has {wanted!r}; quantize_activation(x, w) makes one that fits"
+            )
+    lora_act, lora_up = x.lora_act, w.lora_up
+    have = None if lora_act is None else (jnp.dtype(lora_act.dtype).name, lora_act.shape[-1])
+    need = None if lora_up is None else (jnp.dtype(lora_up.dtype).name, lora_up.shape[-1])
+    if have != need:
+        raise ValueError(
+            f"jax_w4a4.matmul: the activation's lora_act has (dtype, rank) {have} and the weight's "
+            f"lora_up {need}; quantize_activation(x, w) makes one that fits"
+        )
+    if not (x.packed.shape[:-1] == x.scales.shape[:-1]) or (
+        lora_act is not None and lora_act.shape[:-1] != x.packed.shape[:-1]
+    ):
+        raise ValueError(
+            f"jax_w4a4.matmul: the activation's packed {short(x.packed)}, scales "
+            f"{short(x.scales)} and lora_act differ in their leading dimensions"
+        )
+
+
+def _out_dtype(preferred: Any, default: str) -> str:
+    if preferred is None:
+        return default
+    name = jnp.dtype(preferred).name
+    if name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"jax_w4a4.matmul: preferred_element_type is {name}; expected "
+            f"{' or '.join(FLOAT_DTYPES)}"
+        )
+    return name
+
+
+def _target(implementation: str | None, who: str) -> plan.Target | None:
+    """What to plan for; checks `implementation` on the way."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"jax_w4a4.{who}: implementation={implementation!r}; expected None, 'cuda' or 'xla'"
+        )
+    try:
+        return plan.targets.current()
+    except NotImplementedError as error:
+        # A CUDA device without an entry in the targets table.
+        if implementation == "cuda":
+            raise
+        if implementation is None:
+            warn_once(str(error))
+        return None
+
+
+# ------------------------------------------------------------------------------------------------
+# jit and explicit meshes
+# ------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def w4a4_matmul(call: Call, x: Any, w: Weight) -> Array:
+    return sharding.matmul_explicit(_matmul_straight_through, call, x, w)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def w4a4_quantize(call: QuantizeCall, *operands: Any) -> tuple[Array, Array, Array | None]:
+    return sharding.quantize_explicit(_quantize_straight_through, call, *operands)
+
+
+def _vary_alike(tree: Any) -> Any:
+    """Inside a shard_map: marks every array as varying over the axes that any of them varies over.
+
+    JAX then sums the gradients of replicated operands over those axes.
+    """
+    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)]
+    axes = frozenset().union(*varying)
+    if all(v == axes for v in varying):
+        return tree
+
+    def mark(leaf: Array) -> Array:
+        missing = axes - jax.typeof(leaf).manual_axis_type.varying
+        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def _matmul_straight_through(call: Call, x: Any, w: Weight) -> Array:
+    return _matmul_vjp(call, *_vary_alike((x, w)))
+
+
+def _quantize_straight_through(
+    call: QuantizeCall, *operands: Any
+) -> tuple[Array, Array, Array | None]:
+    return _quantize_vjp(call, *_vary_alike(operands))
+
+
+# ------------------------------------------------------------------------------------------------
+# Straight-through gradients
+# ------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_vjp(call: Call, x: Any, w: Weight) -> Array:
+    return _matmul_vmap(call, x, w)
+
+
+def _matmul_fwd(call: Call, x: Any, w: Weight) -> tuple[Array, tuple[Any, Weight]]:
+    return _matmul_vmap(call, x, w), (x, w)
+
+
+def _row(v: Array, ndim: int) -> Array:
+    """A vector along the last of `ndim` dimensions."""
+    return v.reshape((1,) * (ndim - 1) + v.shape)
+
+
+def _dot(a: Array, b: Array, contract_b: int, dtype: Any = jnp.float32) -> Array:
+    """(..., C) with a matrix whose dimension `contract_b` is C, in fp32 from `dtype` operands."""
+    dims = (((a.ndim - 1,), (contract_b,)), ((), ()))
+    return lax.dot_general(
+        a.astype(dtype), b.astype(dtype), dims, preferred_element_type=jnp.float32
+    )
+
+
+def _outer(a: Array, b: Array) -> Array:
+    """Sum over leading dimensions of a[..., i] b[..., j], in fp32."""
+    lead = tuple(range(a.ndim - 1))
+    return lax.dot_general(a, b, ((lead, lead), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _matmul_bwd(call: Call, residuals: tuple[Any, Weight], g: Array) -> tuple[Any, Weight]:
+    x, w = residuals
+    lead = tuple(range(g.ndim - 1))
+    g = to_f32(g)
+    d: dict[str, Array] = {}
+    if w.bias is not None:
+        d["bias"] = jnp.sum(g, axis=lead)
+    if w.channel_scale is not None:
+        # y depends on it through alpha * acc, which is the product without the other terms.
+        bare = w.replace(lora_down=None, lora_up=None, channel_scale=None, bias=None)
+        bare_x = x.replace(lora_act=None) if isinstance(x, Activation) else x
+        product = _matmul_vmap(call.replace(out_dtype="float32"), bare_x, bare)
+        d["channel_scale"] = jnp.sum(g * product, axis=lead)
+    back = _activation_bwd if isinstance(x, Activation) else _x_bwd
+    return back(x, w, g, d), _cotangent(w, d)
+
+
+def _activation_bwd(x: Activation, w: Weight, g: Array, d: dict[str, Array]) -> Activation:
+    """Cotangent of a shared activation, of which only lora_act has one; lora_up's goes to d."""
+    lora_act = x.lora_act
+    if lora_act is not None and w.lora_up is not None:
+        d["lora_up"] = _outer(g, to_f32(lora_act))
+        lora_act = _dot(g, to_f32(w.lora_up), 0).astype(lora_act.dtype)
+    return x.replace(packed=None, scales=None, global_scale=None, lora_act=lora_act)
+
+
+def _x_bwd(x: Array, w: Weight, g: Array, d: dict[str, Array]) -> Array:
+    """Cotangent of x; those of lora_up and lora_down go to d."""
+    scaled = g if w.channel_scale is None else g * _row(w.channel_scale, g.ndim)
+    # bf16 operands keep the tensor cores busy and lose nothing that a bf16 gradient would show.
+    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    d_smoothed = _dot(scaled, w.dequantize(), 0, dtype)  # of x / smooth
+    d_raw = None  # of x itself
+    inverse = None if w.smooth is None else _row(reciprocal(w.smooth), x.ndim)
+    if w.lora_up is not None and w.lora_down is not None:
+        xl = _lora_input(x, w.smooth, w.lora_smoothed)
+        up, down = to_f32(w.lora_up), to_f32(w.lora_down)
+        g_rank = _dot(g, up, 0)
+        d["lora_up"] = _outer(g, to_f32(_dot(xl, down, 0).astype(w.lora_up.dtype)))
+        d["lora_down"] = _outer(xl, g_rank)
+        d_xl = _dot(g_rank, down, 1)
+        if w.lora_smoothed:
+            d_smoothed = d_smoothed + d_xl
+        else:
+            d_raw = d_xl
+    dx = d_smoothed if inverse is None else d_smoothed * inverse
+    return (dx if d_raw is None else dx + d_raw).astype(x.dtype)
+
+
+def _lora_input(x: Array, smooth: Array | None, lora_smoothed: bool) -> Array:
+    """What lora_down multiplies: x or x / smooth, fp32."""
+    if lora_smoothed and smooth is not None:
+        return to_f32(x) * _row(reciprocal(smooth), x.ndim)
+    return to_f32(x)
+
+
+def _cotangent(w: Weight, d: dict[str, Array]) -> Weight:
+    """A weight's cotangent: `d` in the dtypes of its leaves, None (zero) elsewhere."""
+    fields: dict[str, Any] = {f.name: None for f in dataclasses.fields(w) if not f.kw_only}
+    fields.update({name: v.astype(getattr(w, name).dtype) for name, v in d.items()})
+    return w.replace(**fields)
+
+
+_matmul_vjp.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantize_vjp(
+    call: QuantizeCall,
+    x: Array,
+    smooth: Array | None,
+    global_scale: Array | None,
+    lora_down: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    return _quantize_vmap(call, x, smooth, global_scale, lora_down)
+
+
+def _quantize_fwd(call: QuantizeCall, x: Any, *rest: Any) -> tuple[Any, Any]:
+    # With symbolic_zeros every leaf comes as a pair of its value and whether it is differentiated.
+    if x.perturbed:
+        raise NotImplementedError(
+            "jax_w4a4.quantize_activation: no gradient with respect to x passes through shared "
+            "codes; use matmul(x, w) for each weight where x is differentiated, or "
+            "jax.lax.stop_gradient(x)"
+        )
+    operands = tuple(None if leaf is None else leaf.value for leaf in (x, *rest))
+    return _quantize_vmap(call, *operands), operands
+
+
+def _quantize_bwd(call: QuantizeCall, operands: Any, g: Any) -> tuple[None, None, None, Any]:
+    x, smooth, _, lora_down = operands
+    g_rank = g[2]
+    if lora_down is None or isinstance(g_rank, jax.custom_derivatives.SymbolicZero):
+        return None, None, None, None
+    xl = _lora_input(x, smooth, call.spec.lora_smoothed)
+    return None, None, None, _outer(xl, to_f32(g_rank)).astype(lora_down.dtype)
+
+
+_quantize_vjp.defvjp(_quantize_fwd, _quantize_bwd, symbolic_zeros=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# vmap
+# ------------------------------------------------------------------------------------------------
+
+
+def _map_batched(f: Any, args: Any, batched: Any) -> Any:
+    """`f(*args)` for each index of the batched leaves in turn; the others are not copied."""
+    leaves, treedef = jax.tree.flatten(args)
+    flags = jax.tree.leaves(batched)
+
+    def one(slices: list[Array]) -> Any:
+        rest = iter(slices)
+        full = [next(rest) if b else leaf for leaf, b in zip(leaves, flags, strict=True)]
+        return f(*jax.tree.unflatten(treedef, full))
+
+    return lax.map(one, [leaf for leaf, b in zip(leaves, flags, strict=True) if b])
+
+
+def _any(batched: Any) -> bool:
+    return any(jax.tree.leaves(batched))
+
+
+@custom_vmap
+def _matmul_vmap(call: Call, x: Any, w: Weight) -> Array:
+    return sharding.matmul_dispatch(call, x, w)
+
+
+@_matmul_vmap.def_vmap
+def _matmul_batch(
+    axis_size: int, batched: Any, call: Call, x: Any, w: Weight
+) -> tuple[Array, bool]:
+    _, x_batched, w_batched = batched
+    scalar_batched = isinstance(x, Activation) and _any(x_batched.global_scale)
+    if _any(w_batched) or scalar_batched:
+        y = _map_batched(functools.partial(_matmul_vmap, call), (x, w), (x_batched, w_batched))
+    else:
+        # The batch is one more leading dimension of x.
+        if isinstance(x, Activation):
+            rows = x.replace(global_scale=None)
+            flags = x_batched.replace(global_scale=None)
+            x = _batch_all(axis_size, rows, flags).replace(global_scale=x.global_scale)
+        y = _matmul_vmap(call, x, w)
+    return y, True
+
+
+def _batch_all(axis_size: int, tree: Any, batched: Any) -> Any:
+    """Broadcasts the leaves that have no batch dimension."""
+    return jax.tree.map(
+        lambda leaf, b: leaf if b else jnp.broadcast_to(leaf[None], (axis_size, *leaf.shape)),
+        tree,
+        batched,
+    )
+
+
+@custom_vmap
+def _quantize_vmap(
+    call: QuantizeCall,
+    x: Array,
+    smooth: Array | None,
+    global_scale: Array | None,
+    lora_down: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    return sharding.quantize_dispatch(call, x, smooth, global_scale, lora_down)
+
+
+@_quantize_vmap.def_vmap
+def _quantize_batch(
+    axis_size: int, batched: Any, call: QuantizeCall, *operands: Any
+) -> tuple[Any, Any]:
+    _, *flags = batched
+    if _any(flags[1:]):
+        out = _map_batched(functools.partial(_quantize_vmap, call), operands, tuple(flags))
+    else:
+        out = _quantize_vmap(call, *operands)
+    return out, jax.tree.map(lambda _: True, out)

@@ -1,0 +1,401 @@
+"""`quantize`: from a float weight to a four-bit one with a low-rank branch, without data.
+
+The weight is split into a low-rank part kept in 16 bits and a residual rounded to four bits, the
+decomposition of SVDQuant (Li et al., arXiv 2411.05007). The low-rank part is refitted a few times
+to what the rounded residual leaves over, as in LoftQ (Li et al., arXiv 2310.08659), and the best
+round is kept. Smoothing follows SmoothQuant (Xiao et al., arXiv 2211.10438).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_w4a4 import formats
+from jax_w4a4.formats import Spec
+from jax_w4a4.matmul import matmul
+from jax_w4a4.weight import Weight
+
+Array = jax.Array
+
+_WHO = "jax_w4a4.quantize"
+# Columns of the subspace beyond the rank, and power iterations per round: with these the
+# subspace found is as good as the exact singular vectors once a second round starts from it.
+_OVERSAMPLE = 16
+_POWER_ITERATIONS = 2
+# A weight's scale need not follow the activation rule. These multiples of the block maximum are
+# tried as well and the scale with the smallest squared error is kept. An e8m0 scale moves in
+# factors of two only.
+_CLIPS = {"nvfp4": (0.9, 0.8, 0.7), "mxfp4": (0.5,), "int4": (0.9, 0.8, 0.7)}
+_SMOOTH_LIMIT = 2.0**10
+_EPS = 1e-6
+_TINY = 1e-30
+
+
+def quantize(
+    w: Array,
+    format: str = "nvfp4",
+    *,
+    rank: int = 32,
+    block_size: int | str | None = "default",
+    scale_dtype: Any = None,
+    act_amax: Array | None = None,
+    smooth: Array | None = None,
+    smooth_alpha: float = 0.5,
+    bias: Array | None = None,
+    channel_scale: Array | None = None,
+    iterations: int = 8,
+    lora_dtype: Any = jnp.bfloat16,
+    act_unsigned: bool = False,
+    act_rule: str = "rceil",
+    act_global_scale: Any = None,
+    two_level: bool | None = None,
+    lora_smoothed: bool = False,
+) -> Weight:
+    """Quantizes a weight to four bits plus a low-rank branch.
+
+    Deterministic, and all on the device of `w`. May be traced: under `jit` and `vmap` (stacked
+    weights) everything is checked but the values.
+
+    Args:
+      w: (N, K) float32, bfloat16 or float16, output channels first as in `jax.nn.scaled_matmul`;
+        a Flax kernel is its transpose.
+      format: "nvfp4", "mxfp4" or "int4".
+      rank: columns R of the low-rank branch, at most min(N, K); 0 for none.
+      block_size: values of K per scale; only int4 has a choice: 32, 64 (default), 128, or None
+        for one scale per row.
+      scale_dtype: dtype of int4 scales: float16 (default), bfloat16 or float32.
+      act_amax: (K,) largest |x| per input channel over calibration data. Turns smoothing on:
+        smooth = act_amax^smooth_alpha / max|w|^(1 - smooth_alpha), scaled to geometric mean 1.
+      smooth: (K,) positive, the vector itself instead; x is divided by it, w multiplied.
+      smooth_alpha: how much of the activation's range moves into the weight, 0 to 1.
+      bias: (N,), stored as float32.
+      channel_scale: (N,) nonzero factor of the quantized product, stored as float32; the codes
+        then hold the residual divided by it.
+      iterations: rounds of low-rank fit and rounding, at least 1; with rank 0 there is one.
+      lora_dtype: bfloat16, float16 or float32.
+      act_unsigned: x is nonnegative and quantized to 0..15 (int4 only).
+      act_rule: "rceil" or "floor", the scale rule for mxfp4 activations.
+      act_global_scale: scalar, divides activations before quantization (nvfp4: keeps block
+        scales within e4m3's range; max|x / smooth| / 2688 uses all of it).
+      two_level: nvfp4 only: global_scale = max|residual| / 2688, so that no block scale
+        underflows. Default True for nvfp4; False leaves global_scale out.
+      lora_smoothed: store the low-rank branch for x / smooth instead of x.
+
+    Returns:
+      A `Weight`.
+
+    Raises:
+      TypeError: a dtype is not one of the above.
+      ValueError: a shape, format, rank or option is not one of the above, or (outside of a trace)
+        w, smooth, act_amax or channel_scale hold NaN, Inf or values out of range.
+    """
+    fmt = formats.get_format(format, "quantize")
+    w = jnp.asarray(w)
+    if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype.itemsize < 2:
+        raise TypeError(f"{_WHO}: w is {_describe(w)}; expected float32, bfloat16 or float16")
+    if w.ndim != 2 or 0 in w.shape:
+        raise ValueError(
+            f"{_WHO}: w is {_describe(w)}; expected a nonempty (N, K); use jax.vmap for "
+            "stacked weights"
+        )
+    n, k = w.shape
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= min(n, k):
+        raise ValueError(f"{_WHO}: rank={rank!r}; expected 0 to min(N, K) = {min(n, k)}")
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+        raise ValueError(f"{_WHO}: iterations={iterations!r}; expected an integer of at least 1")
+    if not 0.0 <= smooth_alpha <= 1.0:
+        raise ValueError(f"{_WHO}: smooth_alpha={smooth_alpha!r}; expected 0 to 1")
+    if block_size == "default":
+        block_size = fmt.default_block
+    formats.check_block_size(fmt, block_size, "quantize")
+    scale_dtype = _dtype_name("scale_dtype", scale_dtype, fmt.scale_dtypes, fmt.scale_dtypes[0])
+    lora_dtype = _dtype_name("lora_dtype", lora_dtype, formats.FLOAT_DTYPES, "bfloat16")
+    if two_level and format != "nvfp4":
+        raise ValueError(f"{_WHO}: two_level=True is for format 'nvfp4'; the format is {format!r}")
+    if two_level is None:
+        two_level = format == "nvfp4"
+
+    _check_values("w", w, jnp.isfinite, "finite")
+    w = w.astype(jnp.float32)
+    bias = _vector("bias", bias, n)
+    channel_scale = _vector("channel_scale", channel_scale, n)
+    _check_values("channel_scale", channel_scale, _nonzero, "finite and nonzero")
+    smooth = _vector("smooth", smooth, k)
+    _check_values("smooth", smooth, _positive, "finite and positive")
+    act_amax = _vector("act_amax", act_amax, k)
+    _check_values("act_amax", act_amax, _nonnegative, "finite and nonnegative")
+    if act_amax is not None:
+        if smooth is not None:
+            raise ValueError(f"{_WHO}: got both smooth and act_amax; pass one of them")
+        smooth = _smooth(w, act_amax, smooth_alpha)
+    if act_global_scale is not None:
+        act_global_scale = _vector("act_global_scale", act_global_scale, None)
+        _check_values("act_global_scale", act_global_scale, _positive, "finite and positive")
+
+    k_pad = formats.padded_k(k, block_size)
+    spec = Spec(format, k, k_pad, block_size or k_pad, scale_dtype)
+    fields = _decompose(
+        w, smooth, channel_scale, spec, rank, iterations, two_level, lora_dtype, lora_smoothed
+    )
+    weight = Weight(
+        **fields,
+        act_global_scale=act_global_scale,
+        smooth=smooth,
+        channel_scale=channel_scale,
+        bias=bias,
+        format=format,
+        k=k,
+        block_size=block_size,
+        lora_smoothed=lora_smoothed,
+        act_unsigned=act_unsigned,
+        act_rule=act_rule,
+    )
+    weight.validate("quantize")
+    return weight
+
+
+def quantization_error(w: Array, weight: Weight, x: Array | None = None) -> Array:
+    """Relative error of a quantized weight, in the Frobenius norm.
+
+    Args:
+      w: (N, K) the float weight.
+      weight: its quantized form, (N, K).
+      x: (M, K) activations. With them the error is that of the operator's output, activation
+        quantization included; without them, that of the matrix `weight.effective()`.
+
+    Returns:
+      float32 scalar: norm(approximation - exact) / norm(exact), bias left out of both.
+    """
+    who = "quantization_error"
+    weight.validate(who)
+    w = jnp.asarray(w)
+    if w.ndim != 2 or w.shape != weight.shape:
+        raise ValueError(
+            f"jax_w4a4.{who}: w is {_describe(w)}; expected the weight's shape {weight.shape}"
+        )
+    w = w.astype(jnp.float32)
+    if x is None:
+        return _relative(weight.effective(), w)
+    x = jnp.asarray(x)
+    if x.ndim != 2 or x.shape[1] != weight.k or x.dtype.name not in formats.FLOAT_DTYPES:
+        raise ValueError(
+            f"jax_w4a4.{who}: x is {_describe(x)}; expected (M, {weight.k}) float32, bfloat16 "
+            "or float16"
+        )
+    exact = _matmul(formats.to_f32(x), w.T)
+    y = matmul(x, weight.replace(bias=None), preferred_element_type=jnp.float32)
+    return _relative(y, exact)
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments
+# ------------------------------------------------------------------------------------------------
+
+
+def _describe(a: Array) -> str:
+    return f"{a.dtype.name}[{','.join(str(d) for d in a.shape)}]"
+
+
+def _dtype_name(name: str, given: Any, allowed: tuple[str, ...], default: str) -> str:
+    dtype = default if given is None else jnp.dtype(given).name
+    if dtype not in allowed:
+        raise TypeError(f"{_WHO}: {name} is {dtype}; expected {' or '.join(allowed)}")
+    return dtype
+
+
+def _vector(name: str, a: Any, length: int | None) -> Array | None:
+    """A float vector of that length (None: a scalar) as float32, None passed through."""
+    if a is None:
+        return None
+    a = jnp.asarray(a)
+    shape = () if length is None else (length,)
+    if a.shape != shape:
+        raise ValueError(f"{_WHO}: {name} is {_describe(a)}; expected shape {shape} for this w")
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        raise TypeError(f"{_WHO}: {name} is {_describe(a)}; expected a float dtype")
+    return a.astype(jnp.float32)
+
+
+def _check_values(name: str, a: Array | None, ok: Callable[[Array], Array], expected: str) -> None:
+    """ValueError if concrete values are not `ok`; traced ones can't be looked at."""
+    if a is None or isinstance(a, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        bad = int(jnp.sum(~ok(a)))
+    if bad:
+        raise ValueError(f"{_WHO}: {bad} of {a.size} values of {name} are not {expected}")
+
+
+def _nonzero(a: Array) -> Array:
+    return jnp.isfinite(a) & (a != 0)
+
+
+def _positive(a: Array) -> Array:
+    return jnp.isfinite(a) & (a > 0)
+
+
+def _nonnegative(a: Array) -> Array:
+    return jnp.isfinite(a) & (a >= 0)
+
+
+@jax.jit
+def _smooth(w: Array, act_amax: Array, alpha: float) -> Array:
+    """SmoothQuant's vector; channels that are zero on either side are left alone."""
+    w_amax = jnp.max(jnp.abs(w), axis=0)
+    used = (act_amax > 0) & (w_amax > 0)
+    # In logarithms nothing overflows.
+    log_act = jnp.log(jnp.where(used, act_amax, 1.0))
+    log_w = jnp.log(jnp.where(used, w_amax, 1.0))
+    log_s = alpha * log_act - (1 - alpha) * log_w
+    mean = jnp.sum(jnp.where(used, log_s, 0.0)) / jnp.maximum(
+        jnp.sum(used.astype(jnp.float32)), 1.0
+    )
+    s = jnp.clip(jnp.exp(log_s - mean), 1 / _SMOOTH_LIMIT, _SMOOTH_LIMIT)
+    return jnp.where(used, s, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------
+# The decomposition
+# ------------------------------------------------------------------------------------------------
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _relative(approximation: Array, exact: Array) -> Array:
+    return jnp.linalg.norm(approximation - exact) / jnp.linalg.norm(exact)
+
+
+def _orthonormal(y: Array) -> Array:
+    """An orthonormal basis of the columns of y (M, p), strongest direction last.
+
+    By the eigenvectors of the Gram matrix, twice: almost all work is matrix products, and the
+    only factorization is p x p. Unit columns keep the Gram matrix well conditioned once they
+    approach singular vectors; the second pass repairs what the first loses before that.
+    """
+    for _ in range(2):
+        y = y * lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(y), axis=0), _TINY))[None, :]
+        strength, directions = jnp.linalg.eigh(_matmul(y.T, y))
+        y = _matmul(y, directions * lax.rsqrt(jnp.maximum(strength, _EPS))[None, :])
+    return y
+
+
+def _low_rank(a: Array, basis: Array, rank: int) -> tuple[Array, Array, Array]:
+    """Truncated singular value decomposition by subspace iteration (Halko et al., 0909.4061).
+
+    Args:
+      a: (N, K).
+      basis: (K, p), p >= rank, where to start.
+      rank: columns wanted.
+
+    Returns:
+      up (N, rank) and down (K, rank) with a ~ up @ down.T, the singular values split evenly
+      between them, and the orthonormal basis (K, p) found.
+    """
+    for _ in range(_POWER_ITERATIONS):
+        basis = _orthonormal(_matmul(a.T, _orthonormal(_matmul(a, basis))))
+    image = _matmul(a, basis)
+    squares, directions = jnp.linalg.eigh(_matmul(image.T, image))
+    directions = directions[:, -rank:]
+    root = jnp.sqrt(jnp.sqrt(jnp.maximum(squares[-rank:], _TINY)))[None, :]
+    return _matmul(image, directions / root), _matmul(basis, directions * root), basis
+
+
+def _round_blocks(v: Array, spec: Spec) -> tuple[Array, Array, Array]:
+    """Rounds (N, K) with the best of a few scales per block: packed, scales, values (N, K)."""
+    v = formats.split_blocks(v, spec)
+    amax = formats.block_amax(v, unsigned=False)
+
+    def values(codes: Array, scales: Array) -> Array:
+        return formats.decode_codes(codes, spec.format) * formats.decode_scale(scales)[..., None]
+
+    scales = least = None
+    for clip in (1.0, *_CLIPS[spec.format]):
+        tried = formats.block_scale(amax * clip, spec, unsigned=False)
+        codes = formats.encode_blocks(v, tried, spec, unsigned=False)
+        error = jnp.sum(jnp.square(values(codes, tried) - v), axis=-1)
+        if scales is None:
+            scales, least = tried, error
+        else:
+            scales = jnp.where(error < least, tried, scales)
+            least = jnp.minimum(error, least)
+    codes = formats.encode_blocks(v, scales, spec, unsigned=False)
+    rounded = values(codes, scales).reshape(v.shape[0], spec.k_pad)[:, : spec.k]
+    return formats.join_blocks(codes), scales, rounded
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8))
+def _decompose(
+    w: Array,
+    smooth: Array | None,
+    channel_scale: Array | None,
+    spec: Spec,
+    rank: int,
+    iterations: int,
+    two_level: bool,
+    lora_dtype: str,
+    lora_smoothed: bool,
+) -> dict[str, Array]:
+    """packed, scales, global_scale, lora_up and lora_down of a finite float32 (N, K) weight."""
+    target = w if smooth is None else w * smooth[None, :]
+    row_scale = jnp.float32(1) if channel_scale is None else channel_scale[:, None]
+    inverse_row_scale = formats.reciprocal(row_scale)
+
+    def rounded(residual: Array) -> tuple[dict[str, Array], Array]:
+        v = residual * inverse_row_scale
+        fields = {}
+        if two_level:
+            # A zero residual, or one too small for a normal global scale, is left as it is.
+            global_scale = jnp.max(jnp.abs(v)) * (1 / (6 * 448))
+            global_scale = jnp.where(global_scale >= 2.0**-126, global_scale, 1.0)
+            v = v * formats.reciprocal(global_scale)
+            fields["global_scale"] = global_scale
+        fields["packed"], fields["scales"], values = _round_blocks(v, spec)
+        if two_level:
+            values = values * global_scale
+        return fields, values * row_scale
+
+    if rank == 0:
+        return rounded(target)[0]
+
+    n, k = target.shape
+
+    def one_round(state):
+        best, least, basis, values = state
+        up, down, basis = _low_rank(target - values, basis, rank)
+        up = formats.round_to(up, lora_dtype)
+        # The residual is taken against the factors as stored, so that it absorbs their rounding.
+        if smooth is None or lora_smoothed:
+            down = formats.round_to(down, lora_dtype)
+            down_smoothed = formats.to_f32(down)
+        else:
+            down = formats.round_to(down * formats.reciprocal(smooth)[:, None], lora_dtype)
+            down_smoothed = formats.to_f32(down) * smooth[:, None]
+        residual = target - _matmul(formats.to_f32(up), down_smoothed.T)
+        fields, values = rounded(residual)
+        fields.update(lora_up=up, lora_down=down)
+        error = jnp.sum(jnp.square(residual - values))
+        # Negated so that a NaN (only possible under a trace) reaches the result.
+        keep = ~(error >= least)
+        best = jax.tree.map(lambda new, old: jnp.where(keep, new, old), fields, best)
+        return best, jnp.where(keep, error, least), basis, values
+
+    columns = min(rank + _OVERSAMPLE, n, k)
+    basis = jax.random.normal(jax.random.key(0), (k, columns), jnp.float32)
+    best = {
+        "packed": jnp.zeros((n, spec.k_pad // 2), jnp.uint8),
+        "scales": jnp.zeros((n, spec.blocks), spec.scale_dtype),
+        "lora_up": jnp.zeros((n, rank), lora_dtype),
+        "lora_down": jnp.zeros((k, rank), lora_dtype),
+    }
+    if two_level:
+        best["global_scale"] = jnp.float32(1)
+    state = (best, jnp.float32(jnp.inf), basis, jnp.zeros_like(target))
+    return lax.fori_loop(0, iterations, lambda _, state: one_round(state), state)[0]

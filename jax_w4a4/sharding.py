@@ -1,0 +1,448 @@
+"""The operator over a device mesh: what each mesh axis shards, and what each device computes.
+
+Factors of the product: the leading dimensions of x (b0, b1, ...), K (k), N (n), the rank (r). Each
+operand names the factor of each of its dimensions, so that one table yields the Shardy rule of auto
+meshes, the operand shardings for the partitioner and the specs of `jax.shard_map`. The K/2 bytes
+and K/block scales of K values share the factor k although their sizes differ.
+
+Sharded b or n needs no communication. Sharded k needs one all-reduce of fp32 partial sums: global
+scales, channel scale and low-rank branch are linear in the partial sum and applied before it, the
+bias is added once after it. Plans are solved for the shapes of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_w4a4.primitives import Call, QuantizeCall, matmul_local, quantize_local, warn_once
+from jax_w4a4.weight import Activation, Weight
+
+Array = jax.Array
+Axes = dict[str, tuple[str, ...]]  # factor -> the mesh axes that shard it
+
+
+# ------------------------------------------------------------------------------------------------
+# Factors
+# ------------------------------------------------------------------------------------------------
+
+
+def _lead(x: Any) -> str:
+    """Factors of the leading dimensions of x, as a prefix."""
+    return "".join(f"b{i} " for i in range(len(x.shape) - 1))
+
+
+def _scale_factor(scales: Any) -> str:
+    # A single scale per row can't be split along K.
+    return "row" if scales.shape[-1] == 1 else "k"
+
+
+def _name(tree: Any, **factors: str) -> Any:
+    """A dataclass pytree with its present fields replaced by their factors."""
+    return dataclasses.replace(
+        tree, **{name: f for name, f in factors.items() if getattr(tree, name) is not None}
+    )
+
+
+def _x_factors(x: Any) -> Any:
+    """x with each leaf replaced by the factors of its dimensions, a string such as "b0 b1 k"."""
+    lead = _lead(x)
+    if not isinstance(x, Activation):
+        return lead + "k"
+    return _name(
+        x,
+        packed=lead + "k",
+        scales=lead + _scale_factor(x.scales),
+        global_scale="",
+        lora_act=lead + "r",
+    )
+
+
+def _w_factors(w: Weight) -> Weight:
+    return _name(
+        w,
+        packed="n k",
+        scales="n " + _scale_factor(w.scales),
+        global_scale="",
+        act_global_scale="",
+        smooth="k",
+        lora_down="k r",
+        lora_up="n r",
+        channel_scale="n",
+        bias="n",
+    )
+
+
+def _matmul_factors(x: Any, w: Weight) -> tuple[Any, str]:
+    """Factors of (x, w) and of y."""
+    return (_x_factors(x), _w_factors(w)), _lead(x) + "n"
+
+
+def _quantize_factors(
+    call: QuantizeCall, x: Any, smooth: Any, global_scale: Any, lora_down: Any
+) -> Any:
+    """Factors of the operands and of (packed, scales, lora_act)."""
+    lead = _lead(x)
+    operands = (
+        lead + "k",
+        None if smooth is None else "k",
+        None if global_scale is None else "",
+        None if lora_down is None else "k r",
+    )
+    scales = lead + ("row" if call.spec.blocks == 1 else "k")
+    return operands, (lead + "k", scales, None if lora_down is None else lead + "r")
+
+
+def _spec(factors: str, axes: Axes) -> P:
+    return P(*[axes.get(factor) or None for factor in factors.split()])
+
+
+def _rule(operands: Any, results: Any) -> tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Shardy's rule for trees of factors: the string and its keyword arguments, hashable."""
+    ins, outs = jax.tree.leaves(operands), jax.tree.leaves(results)
+    made = {factor for leaf in outs for factor in leaf.split()}
+    # In order of appearance, which Shardy demands of its lists of factors.
+    used = dict.fromkeys(factor for leaf in ins + outs for factor in leaf.split())
+    whole = tuple(factor for factor in used if factor in ("r", "row"))
+    summed = tuple(factor for factor in used if factor not in made and factor not in whole)
+    kinds = (("reduction_factors", summed), ("need_replication_factors", whole))
+    return f"{', '.join(ins)} -> {', '.join(outs)}", tuple(kind for kind in kinds if kind[1])
+
+
+# ------------------------------------------------------------------------------------------------
+# Mesh axes of each factor
+# ------------------------------------------------------------------------------------------------
+
+
+def _axes_of(spec: P, factors: str) -> Axes:
+    """Reads one operand's partition spec."""
+    names = factors.split()
+    entries = [*spec, *(None,) * (len(names) - len(spec))]
+    return {
+        name: () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for name, entry in zip(names, entries, strict=True)
+    }
+
+
+def _say(factor: str) -> str:
+    return {"n": "N", "k": "K"}.get(factor, f"dimension {factor[1:]} of x")
+
+
+def _why_whole_k(
+    axes: tuple[str, ...], sizes: Mapping[str, int], k: int, k_pad: int, block: int
+) -> str | None:
+    """Why K can't be split over the mesh axes; None if it can."""
+    parts = math.prod(sizes[axis] for axis in axes)
+    over = f"K={k} can't be split over {parts} devices (mesh axes {', '.join(axes)})"
+    if block == k_pad:
+        return f"{over}: the one block scale of a row needs the maximum over all of K"
+    unit = max(32, block)
+    if k != k_pad or k % (parts * unit):
+        return f"{over}: each part must be a multiple of {unit} (block size {block})"
+    return None
+
+
+def _settle(
+    who: str,
+    wanted: Axes,
+    sizes: Mapping[str, int],
+    k: tuple[int, int, int],
+    *,
+    result: Axes | None,
+) -> Axes:
+    """Gives every mesh axis to one factor.
+
+    Args:
+      who: public function, for messages.
+      wanted: the axes each factor has on the operands.
+      sizes: devices along each mesh axis.
+      k: K, padded K and block size, to see whether K can be split.
+      result: the axes of the result on an auto mesh, where they decide between two factors that
+        want the same axis; otherwise leading dimensions win over n, and n over k, so that a weight
+        sharded over the data axis is gathered. None on an explicit mesh, where two claims are an
+        error.
+
+    Raises:
+      ValueError: two claims on an explicit mesh.
+    """
+    factors = [*(f for f in wanted if f.startswith("b")), *(f for f in "nk" if f in wanted)]
+    owner: dict[str, str] = {}
+    for factor in factors:
+        for axis in wanted[factor]:
+            held = owner.setdefault(axis, factor)
+            if held == factor:
+                continue
+            if result is None:
+                raise ValueError(
+                    f"jax_w4a4.{who}: mesh axis {axis!r} shards both {_say(held)} and "
+                    f"{_say(factor)}; reshard one of them first (jax.sharding.reshard)"
+                )
+            if axis in result.get(factor, ()):
+                owner[axis] = factor
+    settled = {
+        factor: tuple(a for a in wanted[factor] if owner[a] == factor and sizes[a] > 1)
+        for factor in factors
+    }
+    if settled["k"]:
+        reason = _why_whole_k(settled["k"], sizes, *k)
+        if reason is not None:
+            warn_once(f"jax_w4a4.{who}: {reason}; every device gets the whole of K instead")
+            settled["k"] = ()
+    return settled
+
+
+def _matmul_axes(
+    x_spec: P, w_spec: P, x: Any, w: Weight, sizes: Mapping[str, int], result: P | None
+) -> Axes:
+    """Axes for a product, from the partition specs of x (or its codes) and of w.packed."""
+    out = _lead(x) + "n"
+    wanted = _axes_of(x_spec, _lead(x) + "k")
+    of_w = _axes_of(w_spec, "n k")
+    if result is None and wanted["k"] and of_w["k"] and wanted["k"] != of_w["k"]:
+        raise ValueError(
+            f"jax_w4a4.matmul: K is sharded over {wanted['k']} in x and over {of_w['k']} in the "
+            "weight; reshard one of them first (jax.sharding.reshard)"
+        )
+    # A whole K on one side is cut locally, without communication, to follow the other side.
+    wanted.update(n=of_w["n"], k=of_w["k"] or wanted["k"])
+    k = (w.k, w.k_pad, w.block_size or w.k_pad)
+    return _settle(
+        "matmul", wanted, sizes, k, result=None if result is None else _axes_of(result, out)
+    )
+
+
+def _quantize_axes(
+    x_spec: P, call: QuantizeCall, x: Any, sizes: Mapping[str, int], auto: bool
+) -> Axes:
+    wanted = _axes_of(x_spec, _lead(x) + "k")
+    k = (call.spec.k, call.spec.k_pad, call.spec.block_size)
+    return _settle("quantize_activation", wanted, sizes, k, result={} if auto else None)
+
+
+# ------------------------------------------------------------------------------------------------
+# One device's share
+# ------------------------------------------------------------------------------------------------
+
+
+def _matmul_share(
+    run: Callable[[Call, Any, Weight], Array],
+    call: Call,
+    k_axes: tuple[str, ...],
+    x: Any,
+    w: Weight,
+) -> Array:
+    """The product on one device; `run` multiplies, this adds what K sharding needs."""
+    if not k_axes:
+        return run(call, x, w)
+    k = x.shape[-1]
+    if isinstance(x, Activation):
+        k = 2 * x.packed.shape[-1]
+        lora_act = x.lora_act
+        if lora_act is not None:
+            # Complete on every device, so only one may add it.
+            first = lax.axis_index(k_axes) == 0
+            lora_act = jnp.where(first, lora_act, jnp.zeros_like(lora_act))
+        x = dataclasses.replace(x, k=k, lora_act=lora_act)
+    part = run(call.replace(out_dtype="float32"), x, dataclasses.replace(w, k=k, bias=None))
+    y = lax.psum(part, k_axes)
+    if w.bias is not None:
+        y = y + lax.broadcast_in_dim(w.bias, y.shape, (y.ndim - 1,))
+    return y.astype(call.out_dtype)
+
+
+def _quantize_share(
+    run: Callable[..., Any], call: QuantizeCall, k_axes: tuple[str, ...], x: Array, *operands: Any
+) -> tuple[Array, Array, Array | None]:
+    """The quantization on one device; K sharding sums the partial x @ lora_down in fp32."""
+    if not k_axes:
+        return run(call, x, *operands)
+    k = x.shape[-1]
+    part = call.spec.replace(k=k, k_pad=k, lora_dtype="float32")
+    packed, scales, lora_act = run(call.replace(spec=part), x, *operands)
+    if lora_act is not None:
+        lora_act = lax.psum(lora_act, k_axes).astype(call.spec.lora_dtype)
+    return packed, scales, lora_act
+
+
+# ------------------------------------------------------------------------------------------------
+# Auto meshes: the compiler's partitioner calls back with the shardings it found
+# ------------------------------------------------------------------------------------------------
+
+
+def _partition_spec(arg: Any) -> P:
+    sharding = arg.sharding
+    if sharding is None:
+        return P()
+    if not isinstance(sharding, NamedSharding):
+        raise NotImplementedError(
+            f"jax_w4a4: operands are sharded as {sharding}, which names no mesh axes; place them "
+            "with jax.sharding.NamedSharding"
+        )
+    return sharding.spec
+
+
+def _shardings(mesh: Any, factors: Any, axes: Axes) -> Any:
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, _spec(leaf, axes)), factors)
+
+
+def _codes(x: Any) -> Any:
+    return x.packed if isinstance(x, Activation) else x
+
+
+def _given_rule(call: Any, rule: Any, mesh: Any, operand_types: Any, result_types: Any) -> Any:
+    text, kinds = rule
+    return text, dict(kinds)
+
+
+def _matmul_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+    x, w = args
+    axes = _matmul_axes(
+        _partition_spec(_codes(x)),
+        _partition_spec(w.packed),
+        x,
+        w,
+        mesh.shape,
+        _partition_spec(result),
+    )
+    operands, out = _matmul_factors(x, w)
+    share = functools.partial(_matmul_share, matmul_local, call, axes["k"])
+    return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
+
+
+def _quantize_partition(call: QuantizeCall, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+    axes = _quantize_axes(_partition_spec(args[0]), call, args[0], mesh.shape, auto=True)
+    operands, out = _quantize_factors(call, *args)
+    share = functools.partial(_quantize_share, quantize_local, call, axes["k"])
+    return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
+
+
+# Parameters without defaults: custom_partitioning turns a default into an operand.
+@functools.partial(custom_partitioning, static_argnums=(0, 1))
+def _matmul_auto(call: Call, rule: Any, x: Any, w: Any) -> Any:
+    return matmul_local(call, x, w)
+
+
+@functools.partial(custom_partitioning, static_argnums=(0, 1))
+def _quantize_auto(
+    call: QuantizeCall, rule: Any, x: Any, smooth: Any, global_scale: Any, lora_down: Any
+) -> Any:
+    return quantize_local(call, x, smooth, global_scale, lora_down)
+
+
+_matmul_auto.def_partition(partition=_matmul_partition, sharding_rule=_given_rule)
+_quantize_auto.def_partition(partition=_quantize_partition, sharding_rule=_given_rule)
+
+
+def _inside_shard_map(who: str) -> bool:
+    """True where shapes are those of one device. An explicit axis left here is owned by vmap."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not {AxisType.Manual, AxisType.Explicit} & set(mesh.axis_types):
+        return False
+    auto = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and mesh.shape[name] > 1
+    ]
+    if auto:
+        raise NotImplementedError(
+            f"jax_w4a4.{who}: mesh axes {', '.join(auto)} are auto inside a shard_map over other "
+            "axes, or on a mesh with explicit axes; name all axes in the shard_map, or make all "
+            "axes of the mesh explicit or all auto"
+        )
+    return True
+
+
+def matmul_dispatch(call: Call, x: Any, w: Weight) -> Array:
+    """The product below differentiation and batching."""
+    if _named_axes((x, w)):
+        # vmap has put a dimension that is sharded over its own axis in front of x.
+        return matmul_explicit(matmul_local, call, x, w)
+    if _inside_shard_map("matmul"):
+        return matmul_local(call, x, w)
+    return _matmul_auto(call, _rule(*_matmul_factors(x, w)), x, w)
+
+
+def quantize_dispatch(call: QuantizeCall, *operands: Any) -> tuple[Array, Array, Array | None]:
+    """The quantization below differentiation and batching."""
+    if _named_axes(operands):
+        return quantize_explicit(quantize_local, call, *operands)
+    if _inside_shard_map("quantize_activation"):
+        return quantize_local(call, *operands)
+    return _quantize_auto(call, _rule(*_quantize_factors(call, *operands)), *operands)
+
+
+# ------------------------------------------------------------------------------------------------
+# Explicit meshes: shardings are part of the types
+# ------------------------------------------------------------------------------------------------
+
+
+def _named_axes(tree: Any) -> set[str]:
+    """Explicit mesh axes that shard any of the arrays."""
+    named: set[str] = set()
+    for leaf in jax.tree.leaves(tree):
+        for entry in jax.typeof(leaf).sharding.spec:
+            named.update(() if entry is None else (entry,) if isinstance(entry, str) else entry)
+    return named
+
+
+def _explicit_mesh(tree: Any) -> Any:
+    """The mesh with explicit axes that the arrays live on, or None."""
+    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
+    for mesh in meshes:
+        if not mesh.empty:
+            return mesh if AxisType.Explicit in mesh.axis_types else None
+    return None
+
+
+def _shard_map(mesh: Any, run: Callable, args: Any, factors: Any, out: Any, axes: Axes) -> Any:
+    # The default, all axes, leaves out those over which an enclosing vmap maps.
+    whole = set(mesh.axis_types) == {AxisType.Explicit}
+    names = set() if whole else _named_axes(args)
+    if not (whole or names):
+        return run(*args)
+    in_specs = jax.tree.map(lambda leaf: _spec(leaf, axes), factors)
+    args = jax.tree.map(jax.sharding.reshard, args, _shardings(mesh, factors, axes))
+    out_specs = jax.tree.map(lambda leaf: _spec(leaf, axes), out)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names)
+    return mapped(*args)
+
+
+def matmul_explicit(
+    run: Callable[[Call, Any, Weight], Array], call: Call, x: Any, w: Weight
+) -> Array:
+    """`run(call, x, w)` on each device's share where the mesh has explicit axes, else as it is.
+
+    Differentiation of `run` happens inside the shard_map, which sums the gradients of replicated
+    operands over the mesh.
+    """
+    mesh = _explicit_mesh((x, w))
+    if mesh is None:
+        return run(call, x, w)
+    x_spec, w_spec = jax.typeof(_codes(x)).sharding.spec, jax.typeof(w.packed).sharding.spec
+    axes = _matmul_axes(x_spec, w_spec, x, w, mesh.shape, None)
+    factors, out = _matmul_factors(x, w)
+    share = functools.partial(_matmul_share, run, call, axes["k"])
+    return _shard_map(mesh, share, (x, w), factors, out, axes)
+
+
+def quantize_explicit(run: Callable[..., Any], call: QuantizeCall, *operands: Any) -> Any:
+    """`run(call, *operands)` on each device's share where the mesh has explicit axes."""
+    mesh = _explicit_mesh(operands)
+    if mesh is None:
+        return run(call, *operands)
+    x = operands[0]
+    axes = _quantize_axes(jax.typeof(x).sharding.spec, call, x, mesh.shape, auto=False)
+    factors, out = _quantize_factors(call, *operands)
+    share = functools.partial(_quantize_share, run, call, axes["k"])
+    return _shard_map(mesh, share, operands, factors, out, axes)
