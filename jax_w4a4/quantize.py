@@ -33,7 +33,7 @@ _POWER_ITERATIONS = 2
 # factors of two only.
 _CLIPS = {"nvfp4": (0.9, 0.8, 0.7), "mxfp4": (0.5,), "int4": (0.9, 0.8, 0.7)}
 _SMOOTH_LIMIT = 2.0**10
-_EPS = 1e-6
+_SHIFT = 1e-5
 _TINY = 1e-30
 
 
@@ -274,16 +274,18 @@ def _relative(approximation: Array, exact: Array) -> Array:
 
 
 def _orthonormal(y: Array) -> Array:
-    """An orthonormal basis of the columns of y (M, p), strongest direction last.
+    """An orthonormal basis of the columns of y (M, p), by Cholesky factors of Gram matrices.
 
-    By the eigenvectors of the Gram matrix, twice: almost all work is matrix products, and the
-    only factorization is p x p. Unit columns keep the Gram matrix well conditioned once they
-    approach singular vectors; the second pass repairs what the first loses before that.
+    Almost all work is matrix products and the only factorization is p x p. Unit columns keep the
+    Gram matrix well conditioned as they approach singular vectors, and the shift lets it be
+    factored before that; the second pass then repairs what the first left skew.
     """
     for _ in range(2):
         y = y * lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(y), axis=0), _TINY))[None, :]
-        strength, directions = jnp.linalg.eigh(_matmul(y.T, y))
-        y = _matmul(y, directions * lax.rsqrt(jnp.maximum(strength, _EPS))[None, :])
+        gram = _matmul(y.T, y) + _SHIFT * jnp.eye(y.shape[1], dtype=y.dtype)
+        y = lax.linalg.triangular_solve(
+            jnp.linalg.cholesky(gram), y, left_side=False, lower=True, transpose_a=True
+        )
     return y
 
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -27,10 +28,11 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(timing.copies_past_cache(10**10), 2)
 
     def test_every_route_is_timed_and_the_json_names_its_origin(self):
-        path = self.create_tempfile("out.json").full_path
-        code = bench_main.main(["--shapes", "16x64x48r16", "--rounds", "1", "--json", path])
-        self.assertEqual(code, 0)
-        result = json.loads(open(path).read())
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "results" / "out.json"
+            arguments = ["--shapes", "16x64x48r16", "--rounds", "1", "--json", str(path)]
+            self.assertEqual(bench_main.main(arguments), 0)
+            result = json.loads(path.read_text())
         for key in ("command", "date", "device", "jax", "jaxlib", "jax_w4a4"):
             self.assertIn(key, result["environment"])
         names = [row["route"] for row in result["rows"]]

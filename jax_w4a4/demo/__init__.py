@@ -73,6 +73,13 @@ def _rank(text: str) -> int:
     return rank
 
 
+def _iterations(text: str) -> int:
+    iterations = int(text)
+    if iterations < 1:
+        raise argparse.ArgumentTypeError(f"{iterations} is not positive")
+    return iterations
+
+
 def _alpha(text: str) -> float:
     alpha = float(text)
     if not 0.0 <= alpha <= 1.0:
@@ -91,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rank", type=_rank, default=32, help="rank of the low-rank part, 0 to 256"
     )
     parser.add_argument("--alpha", type=_alpha, default=0.5, help="smoothing strength, 0 to 1")
+    parser.add_argument(
+        "--iterations", type=_iterations, default=10, help="rounds of low-rank fit and rounding"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the comparison")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
@@ -165,7 +175,9 @@ def _run(args: argparse.Namespace, folder: Path, sentences: Sequence[str]) -> No
         for variant in variants:
             bar.set_description(f"{variant.format}, {variant.label}")
             began = time.perf_counter()
-            quantized = measure.quantize_encoder(encoder, variant, amax, bar.update)
+            quantized = measure.quantize_encoder(
+                encoder, variant, amax, iterations=args.iterations, progress=bar.update
+            )
             seconds = time.perf_counter() - began
             results.append(measure.measure(quantized, ids, mask, reference, variant, seconds))
             if stage_report is None and variant.alpha is not None:

@@ -89,6 +89,8 @@ def quantize_encoder(
     encoder: Encoder,
     variant: Variant,
     amax: dict[str, jax.Array],
+    *,
+    iterations: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Encoder:
     """The encoder with each linear replaced by :class:`jax_w4a4.flax.nnx.Linear`.
@@ -97,16 +99,15 @@ def quantize_encoder(
       encoder: the float32 encoder.
       variant: format, rank, smoothing.
       amax: calibration by path, used when the variant smooths.
+      iterations: rounds of low-rank fit and rounding, as for :func:`jax_w4a4.quantize`.
       progress: called after each linear.
     """
 
     def make(path: str, linear: nnx.Linear) -> Linear:
-        smoothing: dict[str, Any] = {}
+        options: dict[str, Any] = {"iterations": iterations}
         if variant.alpha is not None:
-            smoothing = {"act_amax": amax[path], "smooth_alpha": variant.alpha}
-        quantized = Linear.from_linear(
-            linear, format=variant.format, rank=variant.rank, **smoothing
-        )
+            options |= {"act_amax": amax[path], "smooth_alpha": variant.alpha}
+        quantized = Linear.from_linear(linear, format=variant.format, rank=variant.rank, **options)
         jax.block_until_ready(quantized.weight.get_value())
         progress()
         return quantized
