@@ -224,7 +224,7 @@ W4A4_HD BlockScale ChooseInt4Scale(uint32_t amax_bits, bool is_unsigned,
   const bool is_nan = amax_bits > kInfBits;
   const uint32_t max_bits = scale_dtype == DType::kF16    ? 0x477FE000u
                             : scale_dtype == DType::kBf16 ? 0x7F7F0000u
-                                                          : 0x7F7FFFFFu;
+                                                          : 0x7F7FFFE0u;
   const float cap = BitsFloat(max_bits - ((is_unsigned ? 4u : 3u) << 23));
   const float reciprocal = is_unsigned ? 1.0f / 15.0f : 1.0f / 7.0f;
   const float t =
