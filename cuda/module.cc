@@ -57,6 +57,7 @@ nb::dict LastLaunch() {
   nb::dict result;
   result["grid"] = nb::make_tuple(report.grid_x, report.grid_y);
   result["block"] = report.block;
+  result["cluster"] = report.cluster;
   result["dynamic_smem_bytes"] = report.dynamic_smem_bytes;
   result["static_smem_bytes"] = report.static_smem_bytes;
   result["max_dynamic_smem_bytes"] = report.max_dynamic_smem_bytes;

@@ -235,22 +235,29 @@ def _gemm_avals(
     return [xp.update(shape=(m, n), dtype=jnp.dtype(spec.out_dtype), weak_type=False)]
 
 
+def _workspace_avals(like: Any, found: plan.Plan, kind: str) -> list[Any]:
+    """Results after y, which carry what one launch leaves for the next; the plan says which."""
+    return [
+        like.update(shape=buffer.shape, dtype=jnp.dtype(buffer.dtype), weak_type=False)
+        for buffer in found.workspace(like.shape[0], kind)
+    ]
+
+
 def _quantize_abstract(*avals, spec: Spec, **_):
     return _quantize_avals("quantize_activation", spec, *avals)
 
 
-def _gemm_abstract(*avals, spec: Spec, **_):
-    return _gemm_avals("matmul", spec, *avals)
+def _gemm_abstract(*avals, spec: Spec, plan, **_):
+    (y,) = _gemm_avals("matmul", spec, *avals)
+    return [y] if plan is None else [y, *_workspace_avals(avals[0], plan, "gemm")]
 
 
-def _matmul_abstract(x, smooth, x_gs, lora_down, *weight, spec: Spec, **_):
+def _matmul_abstract(x, smooth, x_gs, lora_down, *weight, spec: Spec, plan, **_):
     xp, xs, lora_act = _quantize_avals("matmul", spec, x, smooth, x_gs, lora_down)
-    return [
-        *_gemm_avals("matmul", spec, xp, xs, x_gs, lora_act, *weight),
-        xp,
-        xs,
-        lora_act,
-    ]
+    (y,) = _gemm_avals("matmul", spec, xp, xs, x_gs, lora_act, *weight)
+    if plan is None:
+        return [y, xp, xs, lora_act]
+    return [y, *_workspace_avals(x, plan, "matmul")]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -272,8 +279,15 @@ def _define(name: str, who: str, abstract: Callable, reference_fn: Callable) -> 
     shared = jax.jit(shared, static_argnames="spec")
 
     def reference_rule(ctx, *operands, spec):
-        rule = mlir.lower_fun(functools.partial(shared, spec=spec), multiple_results=True)
-        return rule(ctx, *operands)
+        def with_workspace(*operands):
+            got = [*shared(*operands, spec=spec), *[None] * len(ctx.avals_out)]
+            # A kernel's workspace that the reference does not have. Nobody reads it.
+            return [
+                r if r is not None and r.shape == aval.shape else jnp.zeros(aval.shape, aval.dtype)
+                for r, aval in zip(got, ctx.avals_out, strict=False)
+            ]
+
+        return mlir.lower_fun(with_workspace, multiple_results=True)(ctx, *operands)
 
     def default_rule(ctx, *operands, spec, plan, implementation):
         choose_lowering(
@@ -382,7 +396,9 @@ class QuantizeCall:
         return dataclasses.replace(self, **changes)
 
 
-def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Problem:
+def _problem(
+    spec: Spec, m: Any, n: int, rank: int, x_dtype: str, lora_down_dtype: str | None = None
+) -> plan.Problem:
     return plan.Problem(
         m=m if isinstance(m, int) else None,  # a symbolic dimension of jax.export
         n=n,
@@ -394,6 +410,9 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Proble
         out_dtype=spec.out_dtype,
         lora_dtype=spec.lora_dtype,
         scale_dtype=spec.scale_dtype,
+        k=spec.k,
+        lora_down_dtype=lora_down_dtype,
+        lora_smoothed=spec.lora_smoothed,
     )
 
 
@@ -448,7 +467,7 @@ def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
     if isinstance(x, Activation):
         found = _solve(call, _problem(spec, m, n, w.rank, x.dtype))
         lora_act = None if x.lora_act is None else x.lora_act.reshape(m, w.rank)
-        (y,) = gemm_p.bind(
+        y, *_ = gemm_p.bind(
             x.packed.reshape(m, x.packed.shape[-1]),
             x.scales.reshape(m, x.scales.shape[-1]),
             _vector(x.global_scale),
@@ -459,7 +478,8 @@ def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
             implementation=call.implementation,
         )
     else:
-        found = _solve(call, _problem(spec, m, n, w.rank, x.dtype.name))
+        down = None if w.lora_down is None else w.lora_down.dtype.name
+        found = _solve(call, _problem(spec, m, n, w.rank, x.dtype.name, down))
         y, *_ = matmul_p.bind(
             x.reshape(m, w.k),
             _vector(w.smooth),

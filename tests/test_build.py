@@ -163,7 +163,7 @@ class Extension(parameterized.TestCase):
             self.skipTest("CPU package")
         info = _ffi.build_info()
         self.assertIn("90a", info["cuda_archs"])
-        self.assertIn("sm90_v1", _ffi.KERNELS)
+        self.assertEqual(_ffi.KERNELS, {"sm90_v1", "sm90_v2"})
         self.assertRegex(info["nvcc"], r"^\d+\.\d+")
         self.assertLessEqual(info["ffi_api"], _ffi.running_ffi_api())
         self.assertEqual(set(_ffi._extension.registrations()), set(primitives.FFI_TARGETS.values()))
@@ -230,6 +230,12 @@ class ParityDriver(parameterized.TestCase):
 # ------------------------------------------------------------------------------------------------
 
 
+def compiled_tiles():
+    """Token tiles of GEMM v2 that CMake compiles."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    return sorted(map(int, re.search(r"set\(W4A4_GEMM_V2_TILES ([\d ]+)\)", text).group(1).split()))
+
+
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory):
     if COMPILER is None:
@@ -237,6 +243,8 @@ def host_library(tmp_path_factory):
     library = tmp_path_factory.mktemp("host") / "libhost.so"
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
     command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
+    tiles = " ".join(f"W4A4_TILE({tile})" for tile in compiled_tiles())
+    command += [f"-DW4A4_GEMM_V2_TILES={tiles}"]
     command += [str(ROOT / "tests" / "host_checks.cc"), str(CUDA / "plan.cc"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -76,7 +76,7 @@ class ExportTest(parameterized.TestCase):
             again = export.deserialize(made.serialize())
             self.assertEqual(again.platforms, ("cuda",))
             self.assertIn("@jax_w4a4.matmul.v1", again.mlir_module())
-            self.assertIn("schema = 1 : i64", again.mlir_module())
+            self.assertIn("schema = 2 : i64", again.mlir_module())
 
     def test_checks_name_every_target(self):
         self.assertLen(primitives.DISABLE_JAX_EXPORT_CHECKS, len(primitives.FFI_TARGETS))
