@@ -421,9 +421,7 @@ def error_ratio(
     return float(np.max(np.nan_to_num(ratio, nan=np.inf))) if ratio.size else 0.0
 
 
-def decode_private(
-    act: np.ndarray, token_scale: np.ndarray, format: str, k_pad: int
-) -> np.ndarray:
+def decode_private(act: np.ndarray, token_scale: np.ndarray, format: str, k_pad: int) -> np.ndarray:
     """float64 values (M, k_pad) of the activation layout that sm90_v2 reads, in natural order.
 
     Within a stage of 128 (mxfp4, e5m2 bytes) or 64 (nvfp4, bf16) elements, position

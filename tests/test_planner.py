@@ -262,7 +262,7 @@ class Sm90V2Test(parameterized.TestCase):
 
     @parameterized.parameters(
         # tile_m, mxfp4 stages and bytes, nvfp4 stages and bytes; worked out by hand:
-        # stages * (tile_m*128 + 8192 | 4096) + tile_m*256 + (tile_m*8 | 0) + barriers, to 128 B each
+        # stages * (tile_m*128 + 8192 | 4096) + tile_m*256 + (tile_m*8 | 0) + barriers, to 128 B
         (256, 4, 163840 + 65536 + 2048 + 128, 4, 147456 + 65536 + 128),
         (200, 5, 168960 + 51200 + 1664 + 128, 6, 178176 + 51200 + 128),
         (192, 5, 163840 + 49152 + 1536 + 128, 6, 172032 + 49152 + 128),
@@ -275,7 +275,8 @@ class Sm90V2Test(parameterized.TestCase):
             ("nvfp4", nv_stages, nv_bytes),
         ):
             for cluster, rank in ((1, 0), (2, 128)):
-                solved = self.solve(format, rank=rank, forced={"tile_m": tile_m, "cluster": cluster})
+                forced = {"tile_m": tile_m, "cluster": cluster}
+                solved = self.solve(format, rank=rank, forced=forced)
                 self.assertEqual((solved.main_stages, solved.smem_bytes), (stages, smem))
 
     def test_ffi_attrs(self):
@@ -401,9 +402,7 @@ class MeasuredTilesTest(parameterized.TestCase):
 
     def solved(self, call, **forced):
         format, m, k, n, rank = call
-        return plan.solve(
-            problem(m, k, n, rank, format), "sm_90", kernel="sm90_v2", **forced
-        )
+        return plan.solve(problem(m, k, n, rank, format), "sm_90", kernel="sm90_v2", **forced)
 
     def test_choice_is_within_3_percent_of_the_best(self):
         self.assertLen(self.times, 20)

@@ -60,9 +60,10 @@ _EXPAND_ROWS = 32
 _V2_LEAST_M = 256
 _V2_MOST_RANK = 256
 
-# sm90_v2: a K step of one tile takes _V2_COLUMN_S seconds for each of tile_m + _V2_FIXED_ROWS tokens;
-# the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to an H200:
-# bench/results/sm90_v2_tiles_h200.json, from which tests/test_planner.py checks every choice.
+# sm90_v2: a K step of one tile takes _V2_COLUMN_S seconds for each of tile_m + _V2_FIXED_ROWS
+# tokens; the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to
+# an H200: bench/results/sm90_v2_tiles_h200.json, against which tests/test_planner.py checks every
+# choice.
 _V2_FIXED_ROWS = {"mxfp4": 126, "nvfp4": 33}
 _V2_COLUMN_S = {"mxfp4": 1.88e-9, "nvfp4": 2.32e-9}
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
