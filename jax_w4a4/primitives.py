@@ -396,9 +396,7 @@ class QuantizeCall:
         return dataclasses.replace(self, **changes)
 
 
-def _problem(
-    spec: Spec, m: Any, n: int, rank: int, x_dtype: str, lora_down_dtype: str | None = None
-) -> plan.Problem:
+def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Problem:
     return plan.Problem(
         m=m if isinstance(m, int) else None,  # a symbolic dimension of jax.export
         n=n,
@@ -411,7 +409,6 @@ def _problem(
         lora_dtype=spec.lora_dtype,
         scale_dtype=spec.scale_dtype,
         k=spec.k,
-        lora_down_dtype=lora_down_dtype,
         lora_smoothed=spec.lora_smoothed,
     )
 
@@ -478,8 +475,7 @@ def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
             implementation=call.implementation,
         )
     else:
-        down = None if w.lora_down is None else w.lora_down.dtype.name
-        found = _solve(call, _problem(spec, m, n, w.rank, x.dtype.name, down))
+        found = _solve(call, _problem(spec, m, n, w.rank, x.dtype.name))
         y, *_ = matmul_p.bind(
             x.reshape(m, w.k),
             _vector(w.smooth),

@@ -72,9 +72,8 @@ class Problem:
       rank: of the low-rank branch, 0 for none.
       format: ``"nvfp4"``, ``"mxfp4"`` or ``"int4"``.
       block_size: K elements per block scale; ``k_pad`` for one scale per row.
-      x_dtype, out_dtype, lora_dtype, scale_dtype: dtype names; lora_dtype is that of lora_up.
+      x_dtype, out_dtype, lora_dtype, scale_dtype: dtype names.
       k: logical K, None where it is k_pad.
-      lora_down_dtype: None where it is lora_dtype.
       lora_smoothed: LoRA-down reads the smoothed x.
     """
 
@@ -89,7 +88,6 @@ class Problem:
     lora_dtype: str
     scale_dtype: str
     k: int | None = None
-    lora_down_dtype: str | None = None
     lora_smoothed: bool = False
 
     def __post_init__(self) -> None:

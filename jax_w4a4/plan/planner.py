@@ -494,15 +494,12 @@ def _quantizer(
 def _fused_quantizer(problem: Problem, target: Target) -> QuantizerPlan | str:
     """The fused quantizer's launch, or why there is none."""
     k = problem.k or problem.k_pad
-    down = problem.lora_down_dtype or problem.lora_dtype
     if problem.format != "mxfp4":
         return f"the fused one is built for mxfp4, not for {problem.format}"
     if problem.x_dtype != "bfloat16":
         return f"the fused one reads bfloat16, x is {problem.x_dtype}"
     if k % 8:
         return f"the fused one copies rows of whole 16 bytes, K is {k}"
-    if problem.rank and down != "bfloat16":
-        return f"the fused one takes lora_down in bfloat16, got {down}"
     if problem.rank and problem.lora_smoothed:
         return "the fused one feeds LoRA-down with x before smoothing"
     m = SYMBOLIC_M if problem.m is None else problem.m
