@@ -516,18 +516,6 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
-// On a ready activation in the public layout.
-Error GemmOnPublic(cudaStream_t stream, const GemmBuffers& b,
-                   const PrivateBuffers& w, const PlanAttrs& plan,
-                   const SpecAttrs& spec, int device) {
-  const int64_t m = Dim(b.act, 0), n = Dim(b.weight, 0);
-  W4A4_RETURN_IF_ERROR(CheckV2Types(b));
-  W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
-  if (m == 0 || n == 0) return Error::Success();
-  W4A4_RETURN_IF_ERROR(Repack(stream, b, w, spec));
-  return GemmV2(stream, b, w, plan, spec, device);
-}
-
 // From x, without the public layout: q.packed and q.scales are empty.
 Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
                  const PlanAttrs& plan, const SpecAttrs& spec) {
@@ -577,9 +565,13 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckV2Types(g));
+  W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
+  if (m == 0 || n == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
-  return GemmOnPublic(stream, g, w, plan, spec, device);
+  W4A4_RETURN_IF_ERROR(Repack(stream, g, w, spec));
+  return GemmV2(stream, g, w, plan, spec, device);
 }
 
 // The results of a call after y, as many as its kernel's plan has.
@@ -639,7 +631,13 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
   W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
   if (plan.IsV2()) {
-    return GemmOnPublic(stream, b, {r[0], r[1], r[2]}, plan, spec, device);
+    const PrivateBuffers w = {r[0], r[1], r[2]};
+    const int64_t m = Dim(act, 0), n = Dim(weight, 0);
+    W4A4_RETURN_IF_ERROR(CheckV2Types(b));
+    W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(Repack(stream, b, w, spec));
+    return GemmV2(stream, b, w, plan, spec, device);
   }
   // Alone in its handler: XLA may have put any kernel before it, so no
   // dependent launch.

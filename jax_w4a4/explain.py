@@ -440,7 +440,7 @@ def _call_lines(call: Call) -> list[str]:
         return lines
     if call.kind != "quantize":
         lines += ["", *_account_lines(call.plan, call.target), "", "why"]
-        lines += [f"  - {reason}" for reason in call.plan.reasons]
+        lines += [f"  - {reason}" for reason in (*call.plan.reasons, *_activation_reason(call))]
     lines.append("")
     if call.schedule is not None:
         lines.append(_wave_line(call.schedule, call.plan.cluster))
@@ -449,6 +449,15 @@ def _call_lines(call: Call) -> list[str]:
     if call.gemm is not None:
         lines += _launch_lines("gemm", call.gemm, call.target)
     return lines
+
+
+def _activation_reason(call: Call) -> tuple[str, ...]:
+    """Where the gemm's operand comes from, if its layout is its own."""
+    if not budget.DESIGNS[call.plan.kernel].private_layout:
+        return ()
+    if call.kind == "gemm":
+        return ("ready activation in the public layout: a pass into the gemm's comes first",)
+    return (call.plan.quantizer.why,)
 
 
 def _quantizer_title(plan: Plan) -> str:

@@ -97,10 +97,24 @@ class ShapeTest(parameterized.TestCase):
             "2 groups of up to 11 m tiles",
             f"TFLOP/s {mma}; LoRA-up",
             quantizer,
+            found.calls[0].plan.quantizer.why,
         ):
             self.assertIn(expected, text)
         moved = dict(found.calls[0].gemm.traffic.bytes)
         self.assertEqual(moved["activations"] + moved["activation scales"], activation)
+
+    def test_shared_activation_on_the_prefill_kernel(self):
+        """The gemm of a ready activation owes nothing to the quantizer that its plan names."""
+        found = explain(
+            lambda x, w: matmul(quantize_activation(x, w), w),
+            x_like(512, K),
+            weight(),
+            target="sm_90",
+        )
+        gemm = next(call for call in found.calls if call.kind == "gemm")
+        self.assertEqual(gemm.plan.kernel, "sm90_v2")
+        self.assertIn("ready activation in the public layout: a pass into", str(gemm))
+        self.assertNotIn("fused quantizer", str(gemm))
 
     def test_reason_for_the_plain_kernel(self):
         text = str(explain((64, 3840, 3072), rank=128, target="sm_90"))

@@ -332,7 +332,7 @@ class Sm90V2Test(parameterized.TestCase):
         p = dataclasses.replace(problem(format=format), **changes)
         solved = plan.solve(p, "sm_90", **dict(forced))
         self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_v2", kernel))
-        self.assertIn(reason, solved.reasons[-1])
+        self.assertIn(reason, solved.quantizer.why)
         self.assertLessEqual(solved.quantizer.smem_bytes, 232448)
 
     @parameterized.parameters((1, 1), (128, 1), (129, 2), (512, 4), (3840, 4), (15360, 8))

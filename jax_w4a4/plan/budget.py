@@ -197,6 +197,7 @@ class QuantizerPlan:
       threads, smem_bytes: per CTA.
       cluster: CTAs that divide K among them.
       stages: chunks in flight; 0 without a ring.
+      why: the reason for this kernel, where there was a choice.
     """
 
     rows: int
@@ -206,6 +207,7 @@ class QuantizerPlan:
     kernel: int = 1
     cluster: int = 1
     stages: int = 0
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -335,7 +335,6 @@ def _solve(
     found.sort(key=_Candidate.order)
     best = found[0].config
     rows, regions, smem = _place(design, problem, target, best)
-    quantizer, why_quantizer = _quantizer(design, problem, target, choice)
     group_m, why_group = _group_m(design, problem, best, choice)
     return Plan(
         schema=SCHEMA,
@@ -358,9 +357,8 @@ def _solve(
             *why_design,
             *_reasons(design, problem, target, found, refused, choice),
             *why_group,
-            *why_quantizer,
         ),
-        quantizer=quantizer,
+        quantizer=_quantizer(design, problem, target, choice),
         problem=problem,
     )
 
@@ -467,8 +465,8 @@ def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str
 
 def _quantizer(
     design: Design, problem: Problem, target: Target, forced: dict[str, int]
-) -> tuple[QuantizerPlan, tuple[str, ...]]:
-    """The activation quantizer and why it is that one."""
+) -> QuantizerPlan:
+    """The activation quantizer's launch, with the reason where there is a choice."""
     asked = forced.get("quantizer")
     if asked not in (None, 1, 2):
         raise ValueError(f"jax_w4a4.plan: forced quantizer is {asked}; expected 1 or 2")
@@ -477,17 +475,19 @@ def _quantizer(
             raise ValueError(
                 f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
             )
-        return budget.quantizer_v1(problem), ()
+        return budget.quantizer_v1(problem)
     fused = _fused_quantizer(problem, target)
     if isinstance(fused, QuantizerPlan) and asked != 1:
-        return fused, (
-            f"fused quantizer: one read of x, {_ctas(fused.cluster)} share 64 tokens and divide K",
+        tokens = f"{_ctas(fused.cluster)} to {fused.rows} tokens"
+        return dataclasses.replace(
+            fused, why=f"fused quantizer: one read of x, straight into the gemm's layout, {tokens}"
         )
     if asked == 2:
         raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {fused}")
     why = "forced by the caller" if isinstance(fused, QuantizerPlan) else fused
-    return budget.quantizer_v1(problem), (
-        f"quantizer of the public layout, then a pass into the gemm's: {why}",
+    return dataclasses.replace(
+        budget.quantizer_v1(problem),
+        why=f"quantizer of the public layout, then a pass into the gemm's: {why}",
     )
 
 
