@@ -2,15 +2,21 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <initializer_list>
+#include <limits>
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "plan.h"
 #include "sm90_gemm_v1.h"
+#include "sm90_gemm_v2.h"
 #include "sm90_quantize_v1.h"
+#include "sm90_quantize_v2.h"
+#include "sm90_repack_v2.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_w4a4 {
@@ -245,7 +251,9 @@ struct LastLaunch {
   const void* kernel = nullptr;
   int device = 0;
   unsigned grid_x = 0, grid_y = 0;
+  int block = 0;
   int smem_bytes = 0;
+  int cluster = 1;
 };
 std::mutex g_last_mutex;
 LastLaunch g_last;
@@ -279,7 +287,7 @@ Error CheckQuantize(const QuantizeBuffers& b, const PlanAttrs& plan,
       Check("packed", b.packed, {DataType::U8}, {m, spec.k_pad / 2}));
   W4A4_RETURN_IF_ERROR(CheckScales("scales", b.scales, m, spec));
   W4A4_RETURN_IF_ERROR(Check("lora_act", b.lora_act, kFloats, {m, rank}));
-  return CheckQuantizer(plan, rank);
+  return CheckQuantizer(plan, spec, rank);
 }
 
 Error Quantize(cudaStream_t stream, const QuantizeBuffers& b,
@@ -373,8 +381,213 @@ Error Gemm(cudaStream_t stream, const GemmBuffers& b, const PlanAttrs& plan,
   W4A4_CUDA(LaunchGemmV1(format, tile_m, p, dependent, stream));
   const GemmGrid grid = GemmV1Grid(p.m, p.n, tile_m);
   std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {GemmV1Kernel(format, tile_m), device, grid.x, grid.y,
-            p.smem.total_bytes};
+  g_last = {GemmV1Kernel(format, tile_m), device,
+            grid.x,                       grid.y,
+            kGemmThreads,                 p.smem.total_bytes,
+            1};
+  return Error::Success();
+}
+
+// ---------------------------------------------------------------------------
+// Kernel sm90_v2: operands -> launches
+// ---------------------------------------------------------------------------
+
+// What one launch leaves for the gemm; results of the call.
+struct PrivateBuffers {
+  AnyBuffer act, token_scale, rows;
+};
+
+Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
+                   const PlanAttrs& plan, const SpecAttrs& spec) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;
+  if (m > kMost || n > kMost) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: kernel sm90_v2 takes fewer than 2^31 rows, got " +
+                     std::to_string(m) + " and " + std::to_string(n));
+  }
+  const Format format = static_cast<Format>(spec.format);
+  // The token ring copies whole tiles.
+  const int64_t tokens = format == Format::kMxfp4 ? m + plan.tile_m : 0;
+  W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
+                             {m, GemmV2ActBytes(format, spec.k_pad)}));
+  W4A4_RETURN_IF_ERROR(
+      Check("token_scale", b.token_scale, {DataType::F32}, {tokens}));
+  return Check("rows", b.rows, {DataType::F32},
+               {n, kGemmV2RowInputBytes / 4});
+}
+
+// The private layout holds bf16 low-rank operands and results only.
+Error CheckV2Types(const GemmBuffers& b) {
+  W4A4_RETURN_IF_ERROR(
+      Check("result", b.out, {DataType::BF16}, {kAny, kAny}));
+  if (Dim(b.lora_up, 1) == 0) return Error::Success();
+  return Check("lora_up", b.lora_up, {DataType::BF16}, {kAny, kAny});
+}
+
+WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
+  WeightRowParams p = {};
+  p.weight_scale = b.weight_scale.untyped_data();
+  p.weight_global_scale = OptionalData(b.weight_global_scale);
+  p.act_global_scale = OptionalData(b.act_global_scale);
+  p.channel_scale = OptionalData(b.channel_scale);
+  p.bias = OptionalData(b.bias);
+  p.rows = w.rows.untyped_data();
+  p.n = Dim(b.weight, 0);
+  return p;
+}
+
+Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
+             const SpecAttrs& spec) {
+  RepackV2Params p = {};
+  p.packed = static_cast<const uint8_t*>(b.act.untyped_data());
+  p.scales = b.act_scale.untyped_data();
+  p.act = w.act.untyped_data();
+  p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
+  p.weight = WeightRows(b, w);
+  p.m = Dim(b.act, 0);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  W4A4_CUDA(LaunchRepackV2(static_cast<Format>(spec.format), p, stream));
+  return Error::Success();
+}
+
+Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
+                    const GemmBuffers& b, const PrivateBuffers& w,
+                    const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  QuantizeV2Params p = {};
+  p.x = q.x.untyped_data();
+  p.smooth = OptionalData(q.smooth);
+  p.global_scale = OptionalData(q.global_scale);
+  p.lora_down = q.lora_down.untyped_data();
+  p.act = w.act.untyped_data();
+  p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
+  p.lora_act = q.lora_act.untyped_data();
+  p.weight = WeightRows(b, w);
+  p.m = Dim(q.x, 0);
+  p.k = static_cast<int>(spec.k);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(Dim(q.lora_down, 1));
+  p.rule = static_cast<ScaleRule>(spec.act_rule);
+  p.cluster = static_cast<int>(plan.q_cluster);
+  p.stages = static_cast<int>(plan.q_stages);
+  W4A4_CUDA(LaunchQuantizeV2(p, device, stream));
+  return Error::Success();
+}
+
+Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
+             const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  GemmV2Params p = {};
+  p.act = w.act.untyped_data();
+  p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
+  p.rows = w.rows.untyped_data();
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.weight_scale = b.weight_scale.untyped_data();
+  p.lora_act = b.lora_act.untyped_data();
+  p.lora_up = b.lora_up.untyped_data();
+  p.out = b.out.untyped_data();
+  p.m = Dim(b.out, 0);
+  p.n = Dim(b.out, 1);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(Dim(b.lora_up, 1));
+  p.stages = static_cast<int>(plan.main_stages);
+  p.group_m = static_cast<int>(plan.group_m);
+  p.smem = GetGemmV2Smem(plan);
+
+  const Format format = static_cast<Format>(spec.format);
+  const int tile_m = static_cast<int>(plan.tile_m);
+  const int cluster = static_cast<int>(plan.cluster);
+  const LaunchResult done =
+      LaunchGemmV2(format, tile_m, cluster, p,
+                   g_dependent_launch.load(std::memory_order_relaxed), device,
+                   stream);
+  if (done.detail != nullptr) {
+    return Error(ErrorCode::kInternal,
+                 std::string("jax_w4a4: the driver refused a tensor map of ") +
+                     done.detail);
+  }
+  if (done.code != cudaSuccess) return CudaError("gemm sm90_v2", done.code);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {GemmV2Kernel(format, tile_m, cluster),
+            device,
+            static_cast<unsigned>(done.grid),
+            1,
+            kGemmV2Threads,
+            p.smem.total_bytes,
+            cluster};
+  return Error::Success();
+}
+
+// From x, without the public layout: q.packed and q.scales are empty.
+Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
+                 const PlanAttrs& plan, const SpecAttrs& spec) {
+  const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
+  const int64_t rank = Dim(g.lora_up, 1);
+  const int64_t blocks = spec.k_pad / spec.block_size;
+  W4A4_RETURN_IF_ERROR(Check("x", q.x, {DataType::BF16}, {kAny, spec.k}));
+  W4A4_RETURN_IF_ERROR(CheckOptional("smooth", q.smooth, spec.k));
+  W4A4_RETURN_IF_ERROR(CheckOptional("act_global_scale", q.global_scale, 1));
+  if (rank > 0) {
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_down", q.lora_down, {DataType::BF16}, {spec.k, rank}));
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_act", q.lora_act, {DataType::BF16}, {m, rank}));
+  }
+  W4A4_RETURN_IF_ERROR(
+      Check("packed", q.packed, {DataType::U8}, {0, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(
+      Check("scales", q.scales, {DataType::F8E8M0FNU}, {0, blocks}));
+  W4A4_RETURN_IF_ERROR(
+      Check("packed", g.weight, {DataType::U8}, {kAny, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(CheckScales("scales", g.weight_scale, n, spec));
+  W4A4_RETURN_IF_ERROR(
+      CheckOptional("global_scale", g.weight_global_scale, 1));
+  W4A4_RETURN_IF_ERROR(Check("lora_up", g.lora_up, kFloats, {n, kAny}));
+  W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", g.channel_scale, n));
+  W4A4_RETURN_IF_ERROR(CheckOptional("bias", g.bias, n));
+  W4A4_RETURN_IF_ERROR(Check("result", g.out, {DataType::BF16}, {m, n}));
+  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
+  return CheckGemmRegions(plan, spec, rank);
+}
+
+Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
+               const GemmBuffers& g, const PrivateBuffers& w,
+               const PlanAttrs& plan, const SpecAttrs& spec) {
+  const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
+  int device = 0;
+  if (plan.QuantizerIsV2()) {
+    W4A4_RETURN_IF_ERROR(CheckFused(q, g, plan, spec));
+    W4A4_RETURN_IF_ERROR(CheckV2Types(g));
+    W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
+    W4A4_RETURN_IF_ERROR(CheckDevice(
+        plan, std::max(plan.smem_bytes, plan.q_smem_bytes), &device));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(QuantizeFused(stream, q, g, w, plan, spec, device));
+    return GemmV2(stream, g, w, plan, spec, device);
+  }
+  W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckV2Types(g));
+  W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
+  if (m == 0 || n == 0) return Error::Success();
+  W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
+  W4A4_RETURN_IF_ERROR(Repack(stream, g, w, spec));
+  return GemmV2(stream, g, w, plan, spec, device);
+}
+
+// The results of a call after y, as many as its kernel's plan has.
+Error GetResults(const ffi::RemainingRets& rets, size_t expected,
+                 std::vector<AnyBuffer>* buffers) {
+  if (rets.size() != expected) {
+    return Error(ErrorCode::kInvalidArgument,
+                 "jax_w4a4: the call has " + std::to_string(rets.size()) +
+                     " results after y; the plan's kernel has " +
+                     std::to_string(expected));
+  }
+  for (size_t i = 0; i < expected; ++i) {
+    auto buffer = rets.get<AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    buffers->push_back(**buffer);
+  }
   return Error::Success();
 }
 
@@ -405,16 +618,27 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
                AnyBuffer weight, AnyBuffer weight_scale,
                AnyBuffer weight_global_scale, AnyBuffer lora_up,
                AnyBuffer channel_scale, AnyBuffer bias, Result out,
-               PlanAttrs plan, SpecAttrs spec) {
+               ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   const GemmBuffers b = {
       act,    act_scale,    act_global_scale,    lora_act,
       weight, weight_scale, weight_global_scale, lora_up,
       channel_scale, bias, *out};
   int device = 0;
+  std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(GetResults(rets, plan.IsV2() ? 3 : 0, &r));
   W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
+  if (plan.IsV2()) {
+    const PrivateBuffers w = {r[0], r[1], r[2]};
+    const int64_t m = Dim(act, 0), n = Dim(weight, 0);
+    W4A4_RETURN_IF_ERROR(CheckV2Types(b));
+    W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(Repack(stream, b, w, spec));
+    return GemmV2(stream, b, w, plan, spec, device);
+  }
   // Alone in its handler: XLA may have put any kernel before it, so no
   // dependent launch.
   return Gemm(stream, b, plan, spec, device, /*dependent=*/false);
@@ -425,17 +649,21 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
                  AnyBuffer weight, AnyBuffer weight_scale,
                  AnyBuffer weight_global_scale, AnyBuffer lora_up,
                  AnyBuffer channel_scale, AnyBuffer bias, Result out,
-                 Result packed, Result scales, Result lora_act,
-                 PlanAttrs plan, SpecAttrs spec) {
+                 ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
-  const QuantizeBuffers q = {x,       smooth,  act_global_scale, lora_down,
-                             *packed, *scales, *lora_act};
-  const GemmBuffers g = {
-      *packed, *scales,      act_global_scale,    *lora_act,
-      weight,  weight_scale, weight_global_scale, lora_up,
-      channel_scale, bias, *out};
-  int device = 0;
+  std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(GetResults(rets, plan.IsV2() ? 6 : 3, &r));
+  const QuantizeBuffers q = {x,    smooth, act_global_scale, lora_down,
+                             r[0], r[1],   r[2]};
+  const GemmBuffers g = {
+      r[0],   r[1],         act_global_scale,    r[2],
+      weight, weight_scale, weight_global_scale, lora_up,
+      channel_scale, bias, *out};
+  if (plan.IsV2()) {
+    return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
+  }
+  int device = 0;
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
@@ -475,7 +703,7 @@ bool GetLastLaunch(LaunchReport* report, std::string* error) {
   }
   if (code == cudaSuccess) {
     code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &blocks, last.kernel, kGemmThreads, last.smem_bytes);
+        &blocks, last.kernel, last.block, last.smem_bytes);
   }
   if (code == cudaSuccess) code = cudaSetDevice(previous);
   if (code != cudaSuccess) {
@@ -484,7 +712,8 @@ bool GetLastLaunch(LaunchReport* report, std::string* error) {
   }
   *report = {last.grid_x,
              last.grid_y,
-             kGemmThreads,
+             last.block,
+             last.cluster,
              last.smem_bytes,
              static_cast<int64_t>(attributes.sharedSizeBytes),
              attributes.maxDynamicSharedSizeBytes,
@@ -539,6 +768,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
+        .RemainingRets()        // sm90_v2: act, token_scale, rows
         .Attr<PlanAttrs>("plan")
         .Attr<SpecAttrs>("spec"),
     {ffi::Traits::kCmdBufferCompatible});
@@ -558,9 +788,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
-        .Ret<ffi::AnyBuffer>()  // packed activation, workspace
-        .Ret<ffi::AnyBuffer>()  // activation scales, workspace
-        .Ret<ffi::AnyBuffer>()  // lora_act, workspace
+        // Workspace: packed, scales, lora_act; sm90_v2: act, token_scale, rows.
+        .RemainingRets()
         .Attr<PlanAttrs>("plan")
         .Attr<SpecAttrs>("spec"),
     {ffi::Traits::kCmdBufferCompatible});

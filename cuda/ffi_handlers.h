@@ -34,7 +34,7 @@ void SetDependentLaunch(bool enabled);
 // The last gemm launch of this process: its configuration, and what the driver
 // says about the kernel.
 struct LaunchReport {
-  int64_t grid_x, grid_y, block, dynamic_smem_bytes;
+  int64_t grid_x, grid_y, block, cluster, dynamic_smem_bytes;
   int64_t static_smem_bytes, max_dynamic_smem_bytes, registers, local_bytes;
   int64_t blocks_per_sm;
 };

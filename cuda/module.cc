@@ -25,9 +25,9 @@ nb::dict Target(XLA_FFI_Handler* execute) {
 
 nb::dict Registrations() {
   nb::dict targets;
-  targets["jax_w4a4.quantize.v1"] = Target(W4a4Quantize);
-  targets["jax_w4a4.gemm.v1"] = Target(W4a4Gemm);
-  targets["jax_w4a4.matmul.v1"] = Target(W4a4Matmul);
+  targets["jax_w4a4.quantize.v2"] = Target(W4a4Quantize);
+  targets["jax_w4a4.gemm.v2"] = Target(W4a4Gemm);
+  targets["jax_w4a4.matmul.v2"] = Target(W4a4Matmul);
   return targets;
 }
 
@@ -57,6 +57,7 @@ nb::dict LastLaunch() {
   nb::dict result;
   result["grid"] = nb::make_tuple(report.grid_x, report.grid_y);
   result["block"] = report.block;
+  result["cluster"] = report.cluster;
   result["dynamic_smem_bytes"] = report.dynamic_smem_bytes;
   result["static_smem_bytes"] = report.static_smem_bytes;
   result["max_dynamic_smem_bytes"] = report.max_dynamic_smem_bytes;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "sm90_quantize_v1.h"
+#include "sm90_quantize_v2.h"
 
 namespace jax_w4a4 {
 namespace {
@@ -73,29 +74,27 @@ struct Region {
   int64_t bytes;   // per stage, as planned
   int64_t needed;  // per stage, by the kernel
   int64_t stages;
+  int64_t align = 128;
   int64_t end() const { return offset + bytes * stages; }
 };
+
+// A region the kernel uses has the size it needs and lies inside `limit` bytes.
+ffi::Error CheckRegion(const Region& r, int64_t limit) {
+  if (r.bytes == r.needed && r.offset >= 0 && r.offset % r.align == 0 &&
+      r.end() <= limit) {
+    return ffi::Error::Success();
+  }
+  return Precondition("plan puts ", r.bytes, " bytes of ", r.name,
+                      " at offset ", r.offset, " of ", limit,
+                      "; the kernel needs ", r.needed, " bytes x ", r.stages,
+                      " stages, ", r.align, "-byte aligned, inside");
+}
 
 bool Overlap(const Region& a, const Region& b) {
   return std::max(a.offset, b.offset) < std::min(a.end(), b.end());
 }
 
-}  // namespace
-
-ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
-  if (p.schema != kPlanSchema) {
-    return Invalid("plan schema ", p.schema, ", this build reads schema ",
-                   kPlanSchema,
-                   "; export the program again with the installed version");
-  }
-  if (p.kernel != static_cast<int64_t>(KernelId::kSm90V1)) {
-    return Precondition("plan asks for kernel ", p.kernel,
-                        ", this build holds only kernel 1 (sm90_v1)");
-  }
-  if (p.cc != 90) {
-    return Precondition("plan made for sm_", p.cc,
-                        ", kernel sm90_v1 runs on sm_90 only");
-  }
+ffi::Error CheckV1Attrs(const PlanAttrs& p) {
   if (GemmV1Kernel(Format::kNvfp4, static_cast<int>(p.tile_m)) == nullptr ||
       p.tile_n != kGemmTileN || p.tile_k != kGemmTileK || p.cluster != 1 ||
       p.threads != kGemmThreads || p.main_stages != kGemmStages ||
@@ -107,11 +106,35 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    "; expected tile (32 | 64 | 128, 128, 64), cluster 1, 256 "
                    "threads, stages main 2 lora 0 | 1 store 0");
   }
-  return CheckSpec(s);
+  return ffi::Error::Success();
 }
 
-ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
-                            int64_t rank) {
+ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
+  const Format format = static_cast<Format>(s.format);
+  if (format == Format::kInt4) {
+    return Invalid("kernel sm90_v2 has no int4 path; plan with sm90_v1");
+  }
+  const int tile_k = GemmV2TileK(format);
+  if (GemmV2Kernel(format, static_cast<int>(p.tile_m),
+                   static_cast<int>(p.cluster)) == nullptr ||
+      p.tile_n != kGemmV2TileN * p.cluster || p.tile_k != tile_k ||
+      p.threads != kGemmV2Threads || p.main_stages < 2 ||
+      p.main_stages > kGemmV2MaxStages || p.lora_stages != 0 ||
+      p.store_stages != 1 || p.group_m < 1) {
+    return Invalid("kernel sm90_v2 can't run tile (", p.tile_m, ", ", p.tile_n,
+                   ", ", p.tile_k, "), cluster ", p.cluster, ", group_m ",
+                   p.group_m, ", ", p.threads, " threads, stages main ",
+                   p.main_stages, " lora ", p.lora_stages, " store ",
+                   p.store_stages, "; expected a compiled tile_m, tile_n 128 x "
+                   "cluster, tile_k ", tile_k, ", cluster 1 | 2, group_m >= 1, "
+                   "384 threads, stages main 2..", kGemmV2MaxStages,
+                   " lora 0 store 1");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckV1Regions(const PlanAttrs& p, const SpecAttrs& s,
+                          int64_t rank) {
   const bool int4 = s.format == static_cast<int64_t>(Format::kInt4);
   const int64_t groups =
       int4 ? GemmScaleGroups(static_cast<int>(s.block_size)) : 0;
@@ -136,12 +159,8 @@ ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
   for (int i = 0; i < kRegions; ++i) {
     const Region& r = regions[i];
     if (r.needed == 0) continue;
-    if (r.bytes != r.needed || r.offset < 0 || r.offset % 128 != 0 ||
-        r.end() > p.smem_bytes) {
-      return Precondition("plan puts ", r.bytes, " bytes of ", r.name,
-                          " at offset ", r.offset, " of ", p.smem_bytes,
-                          "; the kernel needs ", r.needed, " bytes x ",
-                          r.stages, " stages, 128-byte aligned, inside");
+    if (ffi::Error error = CheckRegion(r, p.smem_bytes); error.failure()) {
+      return error;
     }
     for (int j = 0; j < i; ++j) {
       // Epilogue regions may lie on the main loop's, never on aux.
@@ -155,13 +174,137 @@ ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
-ffi::Error CheckQuantizer(const PlanAttrs& p, int64_t rank) {
+ffi::Error CheckV2Regions(const PlanAttrs& p, const SpecAttrs& s,
+                          int64_t rank) {
+  const Format format = static_cast<Format>(s.format);
+  if (rank % 16 != 0 || rank > kGemmV2MaxRank) {
+    return Precondition("kernel sm90_v2 takes ranks that are a multiple of 16 "
+                        "up to ", kGemmV2MaxRank, ", lora_up has rank ", rank);
+  }
+  const int64_t rows = kGemmV2TileN;  // weight rows of this CTA
+  const int64_t token = format == Format::kMxfp4 ? p.tile_m * 4 : 0;
+  const int64_t rank_bytes = rank > 0 ? kGemmV2RankBytes : 0;
+  const int64_t ring = p.stage_bytes * p.main_stages;
+  // 1024: the swizzle of 128-byte rows repeats every eight of them; 512: of
+  // 64-byte rows.
+  const Region slot[] = {
+      {"act", p.off_act, p.bytes_act, p.tile_m * kGemmV2RowBytes, 1, 1024},
+      {"weight", p.off_weight, p.bytes_weight, rows * p.tile_k / 2, 1, 1024},
+      {"lora_act", p.off_lora_act, p.bytes_lora_act, p.tile_m * rank_bytes, 1,
+       512},
+      {"lora_up", p.off_lora_up, p.bytes_lora_up, rows * rank_bytes, 1, 512},
+  };
+  // The barriers only have to fit: the plan may round them up.
+  const int64_t barriers = 16 * (p.main_stages + kGemmV2TokenStages);
+  const Region whole[] = {
+      {"store", p.off_store, p.bytes_store, p.tile_m * rows * 2, 1, 1024},
+      {"act_scale", p.off_act_scale, p.bytes_act_scale, token,
+       kGemmV2TokenStages},
+      {"barriers", p.off_barriers, p.bytes_barriers,
+       std::max(p.bytes_barriers, barriers), 1},
+      {"main ring", 0, ring, ring, 1},
+  };
+  if (p.stage_bytes < 1 || p.stage_bytes % 1024 != 0 ||
+      p.stage_bytes > p.smem_bytes) {
+    return Precondition("plan has ", p.stage_bytes, " bytes per stage of ",
+                        p.smem_bytes, "; expected a multiple of 1024, inside");
+  }
+  // The kernel puts activations and lora_act first in a slot.
+  if (p.off_act != 0 || p.off_lora_act != 0) {
+    return Precondition("plan puts act at offset ", p.off_act,
+                        " and lora_act at ", p.off_lora_act,
+                        " of a stage; the kernel has both at 0");
+  }
+  for (const Region& r : slot) {
+    if (r.needed == 0) continue;
+    if (ffi::Error e = CheckRegion(r, p.stage_bytes); e.failure()) return e;
+  }
+  for (const Region& r : whole) {
+    if (r.needed == 0) continue;
+    if (ffi::Error e = CheckRegion(r, p.smem_bytes); e.failure()) return e;
+  }
+  if (Overlap(slot[0], slot[1])) {
+    return Precondition("plan lets weight overlap act");
+  }
+  if (rank > 0 && Overlap(slot[2], slot[3])) {
+    return Precondition("plan lets lora_up overlap lora_act");
+  }
+  for (const Region& a : whole) {
+    for (const Region& b : whole) {
+      if (&a < &b && a.needed != 0 && b.needed != 0 && Overlap(a, b)) {
+        return Precondition("plan lets ", a.name, " overlap ", b.name);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
+  if (p.schema != kPlanSchema) {
+    return Invalid("plan schema ", p.schema, ", this build reads schema ",
+                   kPlanSchema,
+                   "; export the program again with the installed version");
+  }
+  const bool v2 = p.IsV2();
+  if (!v2 && p.kernel != static_cast<int64_t>(KernelId::kSm90V1)) {
+    return Precondition("plan asks for kernel ", p.kernel,
+                        ", this build holds only kernels 1 (sm90_v1) and 3 "
+                        "(sm90_v2)");
+  }
+  if (p.cc != 90) {
+    return Precondition("plan made for sm_", p.cc, ", kernel ",
+                        v2 ? "sm90_v2" : "sm90_v1", " runs on sm_90 only");
+  }
+  if (ffi::Error error = CheckSpec(s); error.failure()) return error;
+  return v2 ? CheckV2Attrs(p, s) : CheckV1Attrs(p);
+}
+
+ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
+                            int64_t rank) {
+  return p.IsV2() ? CheckV2Regions(p, s, rank) : CheckV1Regions(p, s, rank);
+}
+
+ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
+                          int64_t rank) {
+  if (p.QuantizerIsV2()) {
+    if (!p.IsV2() || s.format != static_cast<int64_t>(Format::kMxfp4) ||
+        s.k % 8 != 0 || rank % 16 != 0 || rank > kQuantizeV2MaxRank ||
+        (rank > 0 && s.lora_smoothed != 0)) {
+      return Precondition(
+          "quantizer 2 takes mxfp4 before kernel sm90_v2, k a multiple of 8, "
+          "rank a multiple of 16 up to ", kQuantizeV2MaxRank,
+          ", LoRA-down on x; got format ", s.format, ", kernel ", p.kernel,
+          ", k ", s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
+    }
+    const bool cluster_ok = p.q_cluster == 1 || p.q_cluster == 2 ||
+                            p.q_cluster == 4 || p.q_cluster == 8;
+    const bool launch_ok = cluster_ok && p.q_stages >= 2 && p.q_stages <= 4;
+    const int64_t needed =
+        launch_ok
+            ? GetQuantizeV2Layout(s.k, rank, p.q_cluster, p.q_stages).total_bytes
+            : 0;
+    if (!launch_ok || p.q_rows != kQuantizeV2Rows ||
+        p.q_chunk_k != kQuantizeV2StageK ||
+        p.q_threads != kQuantizeV2Threads || p.q_smem_bytes != needed) {
+      return Precondition(
+          "plan gives quantizer 2 ", p.q_rows, " rows, chunk ", p.q_chunk_k,
+          ", ", p.q_threads, " threads, ", p.q_smem_bytes, " bytes, cluster ",
+          p.q_cluster, ", ", p.q_stages, " stages; it needs ", kQuantizeV2Rows,
+          " rows, chunk ", kQuantizeV2StageK, ", ", kQuantizeV2Threads,
+          " threads, ", needed, " bytes, cluster 1 | 2 | 4 | 8, 2..4 stages");
+    }
+    return ffi::Error::Success();
+  }
   const int64_t needed = QuantizeSmemBytes(rank > 0);
-  if (p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||
+  if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
+      p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||
       p.q_threads != kQuantizeThreads || p.q_smem_bytes != needed) {
-    return Precondition("plan gives the quantizer ", p.q_rows, " rows, chunk ",
-                        p.q_chunk_k, ", ", p.q_threads, " threads, ",
-                        p.q_smem_bytes, " bytes; it needs ", kQuantizeRows,
+    return Precondition("plan gives quantizer ", p.q_kernel, " ", p.q_rows,
+                        " rows, chunk ", p.q_chunk_k, ", ", p.q_threads,
+                        " threads, ", p.q_smem_bytes,
+                        " bytes; quantizer 1 needs ", kQuantizeRows,
                         " rows, chunk ", kQuantizeChunk, ", ",
                         kQuantizeThreads, " threads, ", needed,
                         " bytes at rank ", rank);
@@ -181,6 +324,13 @@ GemmSmem GetGemmSmem(const PlanAttrs& p) {
           static_cast<int>(p.bytes_act),
           static_cast<int>(p.bytes_weight_scale),
           static_cast<int>(p.bytes_act_scale),
+          static_cast<int>(p.smem_bytes)};
+}
+
+GemmV2Smem GetGemmV2Smem(const PlanAttrs& p) {
+  return {static_cast<int>(p.off_weight),   static_cast<int>(p.off_lora_up),
+          static_cast<int>(p.off_store),    static_cast<int>(p.off_act_scale),
+          static_cast<int>(p.off_barriers), static_cast<int>(p.stage_bytes),
           static_cast<int>(p.smem_bytes)};
 }
 

@@ -7,26 +7,41 @@
 
 #include "formats.cuh"
 #include "sm90_gemm_v1.h"
+#include "sm90_gemm_v2.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_w4a4 {
 
-constexpr int64_t kPlanSchema = 1;
+constexpr int64_t kPlanSchema = 2;
 
 // Values of PlanAttrs::kernel.
-enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2 };
+enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
+// Values of PlanAttrs::q_kernel.
+enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2 };
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
   int64_t tile_m, tile_n, tile_k, cluster;
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
-  // Offsets from the start of dynamic shared memory.
+  // m tiles per sweep over n; 0 where the hardware orders the tiles.
+  int64_t group_m;
+  // From one stage of the activation to the next.
+  int64_t stage_bytes;
+  // Offsets of the first stage from the start of dynamic shared memory.
   int64_t off_weight, off_act, off_weight_scale, off_act_scale, off_lora_up,
-      off_lora_act, off_aux;
+      off_lora_act, off_aux, off_store, off_barriers;
   // Bytes per stage.
   int64_t bytes_weight, bytes_act, bytes_weight_scale, bytes_act_scale,
-      bytes_lora_up, bytes_lora_act, bytes_aux;
-  int64_t q_rows, q_chunk_k, q_threads, q_smem_bytes;
+      bytes_lora_up, bytes_lora_act, bytes_aux, bytes_store, bytes_barriers;
+  int64_t q_kernel, q_rows, q_chunk_k, q_threads, q_smem_bytes, q_cluster,
+      q_stages;
+
+  bool IsV2() const {
+    return kernel == static_cast<int64_t>(KernelId::kSm90V2);
+  }
+  bool QuantizerIsV2() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kV2);
+  }
 };
 
 struct SpecAttrs {
@@ -43,11 +58,13 @@ xla::ffi::Error CheckAttrs(const PlanAttrs& plan, const SpecAttrs& spec);
 xla::ffi::Error CheckGemmRegions(const PlanAttrs& plan, const SpecAttrs& spec,
                                  int64_t rank);
 
-// Whether the quantizer part of the plan is what the quantizer kernel uses.
-xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, int64_t rank);
+// Whether the quantizer part of the plan is what its quantizer kernel uses.
+xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, const SpecAttrs& spec,
+                               int64_t rank);
 
 // Shared-memory layout of a plan that passed CheckGemmRegions.
 GemmSmem GetGemmSmem(const PlanAttrs& plan);
+GemmV2Smem GetGemmV2Smem(const PlanAttrs& plan);
 
 }  // namespace jax_w4a4
 
@@ -58,18 +75,23 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("tile_k"), StructMember<int64_t>("cluster"),
     StructMember<int64_t>("main_stages"), StructMember<int64_t>("lora_stages"),
     StructMember<int64_t>("store_stages"), StructMember<int64_t>("threads"),
-    StructMember<int64_t>("smem_bytes"), StructMember<int64_t>("off_weight"),
+    StructMember<int64_t>("smem_bytes"), StructMember<int64_t>("group_m"),
+    StructMember<int64_t>("stage_bytes"), StructMember<int64_t>("off_weight"),
     StructMember<int64_t>("off_act"), StructMember<int64_t>("off_weight_scale"),
     StructMember<int64_t>("off_act_scale"),
     StructMember<int64_t>("off_lora_up"), StructMember<int64_t>("off_lora_act"),
-    StructMember<int64_t>("off_aux"), StructMember<int64_t>("bytes_weight"),
+    StructMember<int64_t>("off_aux"), StructMember<int64_t>("off_store"),
+    StructMember<int64_t>("off_barriers"), StructMember<int64_t>("bytes_weight"),
     StructMember<int64_t>("bytes_act"),
     StructMember<int64_t>("bytes_weight_scale"),
     StructMember<int64_t>("bytes_act_scale"),
     StructMember<int64_t>("bytes_lora_up"),
     StructMember<int64_t>("bytes_lora_act"), StructMember<int64_t>("bytes_aux"),
+    StructMember<int64_t>("bytes_store"),
+    StructMember<int64_t>("bytes_barriers"), StructMember<int64_t>("q_kernel"),
     StructMember<int64_t>("q_rows"), StructMember<int64_t>("q_chunk_k"),
-    StructMember<int64_t>("q_threads"), StructMember<int64_t>("q_smem_bytes"));
+    StructMember<int64_t>("q_threads"), StructMember<int64_t>("q_smem_bytes"),
+    StructMember<int64_t>("q_cluster"), StructMember<int64_t>("q_stages"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_w4a4::SpecAttrs, StructMember<int64_t>("format"),

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from jax_w4a4 import plan
 from jax_w4a4.plan import budget, targets
 
-_FORCIBLE = ("tile_m", "tile_n", "cluster", "main_stages", "lora_stages", "store_stages")
+_FORCIBLE = (
+    "tile_m",
+    "tile_n",
+    "cluster",
+    "main_stages",
+    "lora_stages",
+    "store_stages",
+    "group_m",
+    "quantizer",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -137,7 +137,8 @@ def last_launch() -> dict[str, Any]:
     """The last gemm launch of this process and what the driver reports about its kernel.
 
     Returns:
-      grid: (x, y) blocks.  block: threads.  dynamic_smem_bytes: of the launch.
+      grid: (x, y) blocks.  block: threads.  cluster: blocks per cluster.
+      dynamic_smem_bytes: of the launch.
       static_smem_bytes, max_dynamic_smem_bytes, registers, local_bytes: cudaFuncGetAttributes.
       blocks_per_sm: co-resident blocks at this shared-memory size.
 

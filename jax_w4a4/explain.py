@@ -70,7 +70,8 @@ class Call:
         """Roofline of the activation quantizer's launch."""
         if self.plan is None or self.kind == "gemm":
             return None
-        return roofline.quantizer(self.plan.kernel, self.problem, self.m, self.target)
+        private = self.plan.quantizer.kernel == 2
+        return roofline.quantizer(self.plan.kernel, self.problem, self.m, self.target, private)
 
     @property
     def status(self) -> str:
@@ -217,6 +218,7 @@ def _explain_shape(
         out_dtype=out_dtype or dtype,
         lora_dtype=lora_dtype,
         scale_dtype=scale_dtype or _SCALE_DTYPE[format],
+        k=k,
     )
     if target is None:
         target = targets.current()
@@ -333,6 +335,8 @@ def _problem_of(kind: str, eqn: Any) -> Problem:
         out_dtype=spec.out_dtype,
         lora_dtype=spec.lora_dtype,
         scale_dtype=spec.scale_dtype,
+        k=spec.k,
+        lora_smoothed=spec.lora_smoothed,
     )
 
 
@@ -436,21 +440,37 @@ def _call_lines(call: Call) -> list[str]:
         return lines
     if call.kind != "quantize":
         lines += ["", *_account_lines(call.plan, call.target), "", "why"]
-        lines += [f"  - {reason}" for reason in call.plan.reasons]
+        lines += [f"  - {reason}" for reason in (*call.plan.reasons, *_activation_reason(call))]
     lines.append("")
     if call.schedule is not None:
         lines.append(_wave_line(call.schedule, call.plan.cluster))
     if call.quantizer is not None:
-        q = call.plan.quantizer
-        lines += _launch_lines(
-            f"quantizer ({q.rows} rows per CTA, K in chunks of {q.chunk_k}, {q.threads} threads, "
-            f"{q.smem_bytes} B shared memory)",
-            call.quantizer,
-            call.target,
-        )
+        lines += _launch_lines(_quantizer_title(call.plan), call.quantizer, call.target)
     if call.gemm is not None:
         lines += _launch_lines("gemm", call.gemm, call.target)
     return lines
+
+
+def _activation_reason(call: Call) -> tuple[str, ...]:
+    """Where the gemm's operand comes from, if its layout is its own."""
+    if not budget.DESIGNS[call.plan.kernel].private_layout:
+        return ()
+    if call.kind == "gemm":
+        return ("ready activation in the public layout: a pass into the gemm's comes first",)
+    return (call.plan.quantizer.why,)
+
+
+def _quantizer_title(plan: Plan) -> str:
+    q = plan.quantizer
+    who = "CTA" if q.cluster == 1 else f"{q.cluster} CTAs"
+    ring = f", {q.stages} stages" if q.stages else ""
+    to = ""
+    if budget.DESIGNS[plan.kernel].private_layout:
+        to = " into the gemm's layout" if q.kernel == 2 else ", then a pass into the gemm's layout"
+    return (
+        f"quantizer{to} ({q.rows} rows per {who}, K in chunks of {q.chunk_k}{ring}, {q.threads} "
+        f"threads, {q.smem_bytes} B shared memory)"
+    )
 
 
 def _account_lines(plan: Plan, target: Target) -> list[str]:
@@ -500,7 +520,10 @@ def _account_lines(plan: Plan, target: Target) -> list[str]:
     )
     if target.multicast and not target.halved:
         shared = ", ".join(sorted(target.multicast))
-        lines.append(f"on {target.name} a cluster halves no footprint, only L2 reads of {shared}")
+        lines.append(
+            f"on {target.name} a cluster halves no footprint of what its CTAs share, only L2 reads "
+            f"of {shared}"
+        )
     return lines
 
 

@@ -32,9 +32,9 @@ from jax_w4a4.weight import Activation, Weight
 Array = jax.Array
 
 FFI_TARGETS = {
-    "jax_w4a4_quantize": "jax_w4a4.quantize.v1",
-    "jax_w4a4_gemm": "jax_w4a4.gemm.v1",
-    "jax_w4a4_matmul": "jax_w4a4.matmul.v1",
+    "jax_w4a4_quantize": "jax_w4a4.quantize.v2",
+    "jax_w4a4_gemm": "jax_w4a4.gemm.v2",
+    "jax_w4a4_matmul": "jax_w4a4.matmul.v2",
 }
 
 DISABLE_JAX_EXPORT_CHECKS = tuple(
@@ -235,22 +235,29 @@ def _gemm_avals(
     return [xp.update(shape=(m, n), dtype=jnp.dtype(spec.out_dtype), weak_type=False)]
 
 
+def _workspace_avals(like: Any, found: plan.Plan, kind: str) -> list[Any]:
+    """Results after y, which carry what one launch leaves for the next; the plan says which."""
+    return [
+        like.update(shape=buffer.shape, dtype=jnp.dtype(buffer.dtype), weak_type=False)
+        for buffer in found.workspace(like.shape[0], kind)
+    ]
+
+
 def _quantize_abstract(*avals, spec: Spec, **_):
     return _quantize_avals("quantize_activation", spec, *avals)
 
 
-def _gemm_abstract(*avals, spec: Spec, **_):
-    return _gemm_avals("matmul", spec, *avals)
+def _gemm_abstract(*avals, spec: Spec, plan, **_):
+    (y,) = _gemm_avals("matmul", spec, *avals)
+    return [y] if plan is None else [y, *_workspace_avals(avals[0], plan, "gemm")]
 
 
-def _matmul_abstract(x, smooth, x_gs, lora_down, *weight, spec: Spec, **_):
+def _matmul_abstract(x, smooth, x_gs, lora_down, *weight, spec: Spec, plan, **_):
     xp, xs, lora_act = _quantize_avals("matmul", spec, x, smooth, x_gs, lora_down)
-    return [
-        *_gemm_avals("matmul", spec, xp, xs, x_gs, lora_act, *weight),
-        xp,
-        xs,
-        lora_act,
-    ]
+    (y,) = _gemm_avals("matmul", spec, xp, xs, x_gs, lora_act, *weight)
+    if plan is None:
+        return [y, xp, xs, lora_act]
+    return [y, *_workspace_avals(x, plan, "matmul")]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -272,8 +279,15 @@ def _define(name: str, who: str, abstract: Callable, reference_fn: Callable) -> 
     shared = jax.jit(shared, static_argnames="spec")
 
     def reference_rule(ctx, *operands, spec):
-        rule = mlir.lower_fun(functools.partial(shared, spec=spec), multiple_results=True)
-        return rule(ctx, *operands)
+        def with_workspace(*operands):
+            got = [*shared(*operands, spec=spec), *[None] * len(ctx.avals_out)]
+            # A kernel's workspace that the reference does not have. Nobody reads it.
+            return [
+                r if r is not None and r.shape == aval.shape else jnp.zeros(aval.shape, aval.dtype)
+                for r, aval in zip(got, ctx.avals_out, strict=False)
+            ]
+
+        return mlir.lower_fun(with_workspace, multiple_results=True)(ctx, *operands)
 
     def default_rule(ctx, *operands, spec, plan, implementation):
         choose_lowering(
@@ -394,6 +408,8 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Proble
         out_dtype=spec.out_dtype,
         lora_dtype=spec.lora_dtype,
         scale_dtype=spec.scale_dtype,
+        k=spec.k,
+        lora_smoothed=spec.lora_smoothed,
     )
 
 
@@ -448,7 +464,7 @@ def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
     if isinstance(x, Activation):
         found = _solve(call, _problem(spec, m, n, w.rank, x.dtype))
         lora_act = None if x.lora_act is None else x.lora_act.reshape(m, w.rank)
-        (y,) = gemm_p.bind(
+        y, *_ = gemm_p.bind(
             x.packed.reshape(m, x.packed.shape[-1]),
             x.scales.reshape(m, x.scales.shape[-1]),
             _vector(x.global_scale),

@@ -37,12 +37,12 @@ def chain(length):
     return jax.jit(f)
 
 
-def main(length: int) -> None:
+def main(length: int, rows: int = 64, format: str = "nvfp4") -> None:
     keys = jax.random.split(jax.random.key(0), length + 1)
     size = 256
-    x = jax.random.normal(keys[0], (64, size), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (rows, size), jnp.bfloat16)
     weights = [
-        quantize(jax.random.normal(k, (size, size)) / 16, format="nvfp4", rank=16) for k in keys[1:]
+        quantize(jax.random.normal(k, (size, size)) / 16, format=format, rank=16) for k in keys[1:]
     ]
     f, g = chain(length), chain(length)
     expected = x
@@ -81,4 +81,4 @@ def main(length: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:4])

@@ -5,10 +5,12 @@ and writes what was measured; `--small` takes a few small cells, for use under c
 
 Each cell runs the fused handler on results that were filled with NaN bytes beforehand, and checks
  - packed bytes and block scales, bit for bit: every row against the `jnp` reference, sampled rows
-   against `tests/model.py`;
+   against `tests/model.py`; where the kernel has an activation layout of its own (sm90_v2), that
+   layout, decoded, against the same values;
  - y against the float64 product of the very operands that the kernel quantized;
  - lora_act against a float64 product;
- - a second run, and the two halves as separate calls: the same bits.
+ - a second run: the same bits; the two halves as separate calls: the same bits where they run the
+   same kernels, the same bounds otherwise.
 """
 
 from __future__ import annotations
@@ -74,14 +76,25 @@ class Cell:
     affine: bool = True  # smooth, channel_scale, bias
     global_scales: bool = False
     special: bool = True  # NaN, Inf, zero, tiny and negative rows, when m allows
+    kernel: str | None = None  # None: the planner's choice, as for the other fields of a plan
+    cluster: int | None = None
+    main_stages: int | None = None
+    group_m: int | None = None
+    quantizer: int | None = None
 
     def __str__(self) -> str:
-        tile = "auto" if self.tile_m is None else self.tile_m
-        return f"{self.format} r{self.rank} {self.m}x{self.k}x{self.n} tile_m={tile}"
+        shape = f"{self.format} r{self.rank} {self.m}x{self.k}x{self.n}"
+        return " ".join([shape, *(f"{name}={value}" for name, value in self.choices.items())])
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """What the cell forces of its plan."""
+        names = ("tile_m", "cluster", "main_stages", "group_m", "quantizer")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def cells_of(format: str, rank: int, m: int) -> Iterator[Cell]:
-    """The cells of one (format, rank, M): every shape, dtypes and options cycling."""
+    """The sm90_v1 cells of one (format, rank, M): every shape, dtypes and options cycling."""
     start = zlib.crc32(f"{format} {rank} {m}".encode())
     for i, (n, k) in enumerate(SHAPES):
         turn = start + i
@@ -97,6 +110,7 @@ def cells_of(format: str, rank: int, m: int) -> Iterator[Cell]:
             m,
             n,
             k,
+            kernel="sm90_v1",
             tile_m=TILES[turn // 4 % 4] if m <= 200 else None,
             x_dtype=x_dtype,
             out_dtype=out_dtype,
@@ -114,15 +128,83 @@ def cells_of(format: str, rank: int, m: int) -> Iterator[Cell]:
         yield cell
 
 
+# (M, N, K) for sm90_v2: tails of each against every tile, K below and above the ring's depth.
+V2_SHAPES = (
+    (1, 128, 256),
+    (7, 130, 160),  # rows of y are no multiple of 16 bytes: direct stores
+    (63, 77, 32),
+    (65, 1000, 2208),  # 69 mxfp4 scales per row
+    (200, 256, 512),
+    (257, 1, 104),
+    (333, 600, 384),
+    (511, 513, 1056),
+    (777, 1536, 3840),
+    (1100, 2184, 1280),
+)
+V2_TILES = tuple(sorted({tile[0] for tile in plan.budget.DESIGNS["sm90_v2"].tiles}))
+V2_RANKS = (0, 16, 32, 128, 256)
+
+
+def v2_cells_of(format: str, tile_m: int, cluster: int) -> Iterator[Cell]:
+    """The sm90_v2 cells of one compiled kernel: every rank and shape, options cycling."""
+    start = zlib.crc32(f"v2 {format} {tile_m} {cluster}".encode())
+    for i, (m, n, k) in enumerate(V2_SHAPES):
+        turn = start + i
+        yield Cell(
+            format,
+            V2_RANKS[turn % 5],
+            m,
+            n,
+            k,
+            kernel="sm90_v2",
+            tile_m=tile_m,
+            cluster=cluster,
+            # The fused quantizer takes bf16 only; the others exercise the way round it.
+            x_dtype=("bfloat16", "bfloat16", "bfloat16", "float32", "float16")[turn // 5 % 5],
+            quantizer=1 if turn % 7 == 0 else None,
+            affine=turn % 4 != 0,
+            global_scales=turn % 3 == 0,
+            act_rule=("rceil", "floor")[turn // 2 % 2] if format == "mxfp4" else "rceil",
+            lora_smoothed=turn % 6 == 1,
+            main_stages=(None, None, 2, 3)[turn % 4],
+            group_m=(None, 2)[turn // 3 % 2],
+        )
+
+
+def v2_cells() -> Iterator[Cell]:
+    for format in ("mxfp4", "nvfp4"):
+        for tile_m in V2_TILES:
+            for cluster in (1, 2):
+                yield from v2_cells_of(format, tile_m, cluster)
+
+
+def v2_extra_cells() -> Iterator[Cell]:
+    """Every rank, K that the fused quantizer cannot copy, and the planner's own choices."""
+    for format in ("mxfp4", "nvfp4"):
+        for rank in (*V2_RANKS, 48, 64, 96, 160, 240):
+            yield Cell(format, rank, 300, 264, 640, kernel="sm90_v2")
+        for k in (31, 33, 100, 4097, 8200):
+            yield Cell(format, 32, 130, 200, k, kernel="sm90_v2")
+        yield Cell(format, 128, 513, 3840, 15360)
+        yield Cell(format, 128, 4352, 3072, 3840)
+        yield Cell(format, 0, 256, 3072, 3840, affine=False)
+        yield Cell(format, 32, 2100, 256, 512, kernel="sm90_v2", tile_m=64, group_m=5)
+    for m in (1, 64, 65, 1000):
+        for cluster_k in (128, 1024, 3848, 5128):  # 1, 2, 4 and 8 CTAs per 64 tokens
+            yield Cell("mxfp4", 256, m, 136, cluster_k, kernel="sm90_v2", quantizer=2)
+
+
 def all_cells() -> Iterator[Cell]:
     for format in FORMATS:
         for rank in RANKS:
             for m in ROWS:
                 yield from cells_of(format, rank, m)
+    yield from v2_cells()
 
 
 def extra_cells() -> Iterator[Cell]:
     """What the grid leaves out: a large K, odd ranks, every tile on one shape, N beyond grid.y."""
+    yield from v2_extra_cells()
     for format in FORMATS:
         yield Cell(format, 32, 65, 600, 15360)
         for rank in (1, 5, 33, 300):
@@ -151,6 +233,13 @@ def small_cells() -> Iterator[Cell]:
             yield Cell(format, rank, m, 129, 200, tile_m=tile_m)
     yield Cell("int4", 5, 20, 140, 100, block_size=None)
     yield Cell("int4", 5, 20, 140, 100, block_size=32, act_unsigned=True)
+    for format in ("mxfp4", "nvfp4"):
+        for tile_m in V2_TILES:
+            for cluster, rank in ((1, 0), (2, 48)):
+                yield Cell(
+                    format, rank, 70, 264, 416, kernel="sm90_v2", tile_m=tile_m, cluster=cluster
+                )
+    yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -237,9 +326,14 @@ def operands_of(w: Weight, spec: formats.Spec) -> tuple[list, list]:
 
 
 def solve(cell: Cell, spec: formats.Spec, target: str = "sm_90") -> plan.Plan:
-    problem = plan.Problem(
+    return plan.solve(problem_of(cell, spec), target, kernel=cell.kernel, **cell.choices)
+
+
+def problem_of(cell: Cell, spec: formats.Spec, n: int | None = None) -> plan.Problem:
+    """The planner's view of a cell, with its own N or another."""
+    return plan.Problem(
         m=cell.m,
-        n=cell.n,
+        n=cell.n if n is None else n,
         k_pad=spec.k_pad,
         rank=cell.rank,
         format=cell.format,
@@ -248,9 +342,9 @@ def solve(cell: Cell, spec: formats.Spec, target: str = "sm_90") -> plan.Plan:
         out_dtype=spec.out_dtype,
         lora_dtype=spec.lora_dtype,
         scale_dtype=spec.scale_dtype,
+        k=spec.k,
+        lora_smoothed=spec.lora_smoothed,
     )
-    forced = {} if cell.tile_m is None else {"tile_m": cell.tile_m}
-    return plan.solve(problem, target, **forced)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -301,11 +395,20 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def error_ratio(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray) -> float:
+FP32_SUM = 4 * 2.0**-23
+# Sums inside the tensor core drop bits below the largest term of each step: FP8 operands keep about
+# 13 bits of it. Part of the absolute sum that an sm90_v2 result may be off by, per format.
+V2_SUM = {"mxfp4": 2.0**-11, "nvfp4": 2.0**-15}
+BF16_MMA_SUM = 2.0**-18
+
+
+def error_ratio(
+    got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, part: float = FP32_SUM
+) -> float:
     """Largest |got - want| in units of what rounding may cost.
 
-    The unit is half a place of got's dtype plus 4 * 2^-23 of `magnitude`, the same sum with every
-    term's absolute value: fp32 sums in any order stay well inside.
+    The unit is half a place of got's dtype plus `part` of `magnitude`, the same sum with every
+    term's absolute value: fp32 sums in any order stay well inside the default.
     """
     info = ml_dtypes.finfo(got.dtype)
     half_place = np.maximum(float(info.eps) / 2 * np.abs(want), float(info.smallest_subnormal) / 2)
@@ -313,9 +416,45 @@ def error_ratio(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray) -> flo
     got = got.astype(np.float64)
     with np.errstate(all="ignore"):
         overflow = np.abs(want) > limit * (1 - 2.0**-12)
-        unit = half_place + 4 * 2.0**-23 * magnitude
+        unit = half_place + part * magnitude
         ratio = np.where(overflow & (np.abs(got) >= limit), 0.0, np.abs(got - want) / unit)
     return float(np.max(np.nan_to_num(ratio, nan=np.inf))) if ratio.size else 0.0
+
+
+def decode_private(act: np.ndarray, token_scale: np.ndarray, format: str, k_pad: int) -> np.ndarray:
+    """float64 values (M, k_pad) of the activation layout that sm90_v2 reads, in natural order.
+
+    Within a stage of 128 (mxfp4, e5m2 bytes) or 64 (nvfp4, bf16) elements, position
+    32 s + 16 h + 4 q + j holds k = 32 q + 8 s + 4 h + j, and position 16 s + 8 h + 2 q + j holds
+    k = 16 q + 8 (s // 2) + 2 (s % 2) + h + 4 j (cuda/sm90_expand.cuh).
+    """
+    position = np.arange(128 if format == "mxfp4" else 64)
+    if format == "mxfp4":
+        s, h, q, j = position // 32, position // 16 % 2, position // 4 % 4, position % 4
+        k = 32 * q + 8 * s + 4 * h + j
+        values = act.view(ml_dtypes.float8_e5m2).astype(np.float64)
+        values *= token_scale[: len(act), None].astype(np.float64)
+    else:
+        s, h, q, j = position // 16, position // 8 % 2, position // 2 % 4, position % 2
+        k = 16 * q + 8 * (s // 2) + 2 * (s % 2) + h + 4 * j
+        values = act.view(ml_dtypes.bfloat16).astype(np.float64)
+    stages = values.reshape(len(act), -1, len(position))
+    natural = np.empty_like(stages)
+    natural[:, :, k] = stages
+    natural = natural.reshape(len(act), -1)
+    assert not np.any(natural[:, k_pad:]), "padding is not zero"
+    return natural[:, :k_pad]
+
+
+def folded_values(packed: np.ndarray, scales: np.ndarray, format: str) -> np.ndarray:
+    """What that layout should hold: the quantized values; in mxfp4 zeros for blocks more than 26
+    binades below their row's largest."""
+    values = model.decode(packed, scales, format)
+    if format == "mxfp4":
+        byte = scales.view(np.uint8).astype(int)
+        far = byte < byte.max(axis=1, keepdims=True) - 26
+        values = np.where(np.repeat(far, 32, axis=1), 0.0, values)
+    return values
 
 
 def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 12) -> dict:
@@ -334,9 +473,13 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     def fused(x, *operands):
         return primitives.matmul_p.bind(x, *operands, **params)
 
+    # As the public functions plan it: without a gemm.
+    for_codes = {**params, "plan": plan.solve(problem_of(cell, spec, n=0), "sm_90")}
+
     def halves(x, smooth, x_gs, down, *weight):
-        xp, xs, la = primitives.quantize_p.bind(x, smooth, x_gs, down, **params)
-        return [*primitives.gemm_p.bind(xp, xs, x_gs, la, *weight, **params), xp, xs, la]
+        xp, xs, la = primitives.quantize_p.bind(x, smooth, x_gs, down, **for_codes)
+        y, *private = primitives.gemm_p.bind(xp, xs, x_gs, la, *weight, **params)
+        return [y, xp, xs, la, *private]
 
     failures: list[str] = []
 
@@ -350,13 +493,19 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     first, poisoned = program.run()
     again, _ = program.run()
     split, _ = Poisoned(halves, *args).run()
-    y, xp, xs, la = first
+    y, xp, xs, la, *private = first
+    v2 = found.kernel == "sm90_v2"
+    fused_quantizer = found.quantizer.kernel == 2
     if implementation == "cuda":
         check(poisoned, "results did not land in poisoned buffers")
     identical = check(
         all(map(same_bits, first, again)), "two runs of the same program differ in bits"
     )
-    split_same = check(all(map(same_bits, first, split)), "fused call differs from its halves")
+    split_same = None
+    if not fused_quantizer:
+        # Not the workspace of the gemm: the call through x has more of it.
+        same = all(map(same_bits, first[:4], split[:4]))
+        split_same = check(same, "fused call differs from its halves")
 
     # Quantizer, every row: against the reference on the CPU. XLA's GPU division is not correctly
     # rounded, so there the reference can be one place off in 1 / smooth.
@@ -364,6 +513,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     quantize_ref = jax.jit(reference.quantize_activation_ref, static_argnames="spec")
     on_cpu = jax.device_put((xj, *for_quantize), cpu)
     ref_xp, ref_xs, _ = map(np.asarray, quantize_ref(*on_cpu, spec=spec))
+    if fused_quantizer:
+        xp, xs = split[1], split[2]
     check(same_bits(xp, ref_xp), f"{np.sum(xp != ref_xp)} packed bytes differ from the reference")
     check(same_bits(xs, ref_xs), "block scales differ from the reference")
     # ... sampled rows: against the numpy model.
@@ -376,6 +527,14 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
 
     finite = np.isfinite(x.astype(np.float32)).all(axis=1)
     nan_rows = np.isnan(x.astype(np.float32)).any(axis=1)
+    if v2 and implementation == "cuda":
+        for name, (act, tokens, _) in (("x", private), ("the public layout", split[4:])):
+            if tokens.size:
+                tokens = tokens[: cell.m][~nan_rows]
+            got = decode_private(act[~nan_rows], tokens, cell.format, spec.k_pad)
+            want = folded_values(xp, xs, cell.format)[~nan_rows]
+            wrong = np.sum(got != want)
+            check(wrong == 0, f"{wrong} activations from {name} differ from the quantized values")
     check(np.isnan(y[nan_rows].astype(np.float32)).all(), "a NaN in x did not reach its row of y")
 
     # LoRA-down. sampled rows, finite ones.
@@ -384,7 +543,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         use = finite[rows]
         xl = (model.smoothed(x[rows], ops) if cell.lora_smoothed else x[rows]).astype(np.float64)
         magnitude = np.abs(xl[use]) @ np.abs(ops.lora_down.astype(np.float64))
-        lora_ratio = error_ratio(la[rows][use], la64[use], magnitude)
+        part = BF16_MMA_SUM if fused_quantizer else FP32_SUM
+        lora_ratio = error_ratio(la[rows][use], la64[use], magnitude, part)
         check(lora_ratio <= 1, f"lora_act is {lora_ratio:.3g} x its error bound off")
 
     # GEMM: float64 product of the kernel's own quantized operands.
@@ -398,8 +558,14 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     )
     magnitude = _gemm_magnitude(xp[finite], xs[finite], la[finite], absolute)
     got = y[finite]
-    ratio = error_ratio(got, want, magnitude)
+    part = V2_SUM[cell.format] if v2 else FP32_SUM
+    ratio = error_ratio(got, want, magnitude, part)
     check(ratio <= 1, f"y is {ratio:.3g} x its error bound off")
+    if fused_quantizer:
+        # The halves have a lora_act of their own, summed in another order.
+        half_want = model.gemm_f64(xp[finite], xs[finite], split[3][finite], ops)
+        half_ratio = error_ratio(split[0][finite], half_want, magnitude, part)
+        check(half_ratio <= 1, f"y of the halves is {half_ratio:.3g} x its error bound off")
     norm = np.linalg.norm(want)
     clipped = np.clip(got.astype(np.float64), -1e30, 1e30)
     frobenius = float(np.linalg.norm(clipped - want) / norm) if norm else 0.0
@@ -407,7 +573,10 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     return {
         **dataclasses.asdict(cell),
         "block_size": w.block_size,
+        "plan_kernel": found.kernel,
         "plan_tile_m": found.tile_m,
+        "plan_cluster": found.cluster,
+        "plan_quantizer": found.quantizer.kernel,
         "y_error_over_bound": round(ratio, 4),
         "y_relative_frobenius": float(f"{frobenius:.3g}"),
         "lora_error_over_bound": round(lora_ratio, 4),
@@ -439,12 +608,15 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path, help="write all measurements here")
     parser.add_argument("--jobs", type=int, default=8, help="cells in flight")
     parser.add_argument("--small", action="store_true", help="a few small cells only")
+    parser.add_argument("--kernel", help="only cells that force this kernel, or leave it open")
     parser.add_argument(
         "--reference", action="store_true", help="run the jnp reference instead of the kernels"
     )
     args = parser.parse_args()
     implementation = None if args.reference else "cuda"
     todo = list(small_cells()) if args.small else [*all_cells(), *extra_cells()]
+    if args.kernel:
+        todo = [cell for cell in todo if cell.kernel in (args.kernel, None)]
     results, failed, started = [], 0, time.time()
 
     def run(cell: Cell) -> dict:

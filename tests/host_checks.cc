@@ -9,10 +9,19 @@ namespace ffi = ::xla::ffi;
 using namespace jax_w4a4;
 
 namespace jax_w4a4 {
-// Stands in for the kernel table: the tiles of sm90_gemm_v1.cu.
+// Stand in for the kernel tables: the tiles of sm90_gemm_v1.cu and those that
+// CMakeLists.txt compiles of GEMM v2.
+static const int kKernel = 0;
 const void* GemmV1Kernel(Format, int tile_m) {
-  static const int kernel = 0;
-  return tile_m == 32 || tile_m == 64 || tile_m == 128 ? &kernel : nullptr;
+  return tile_m == 32 || tile_m == 64 || tile_m == 128 ? &kKernel : nullptr;
+}
+const void* GemmV2Kernel(Format format, int tile_m, int cluster) {
+#define W4A4_TILE(tile) || tile_m == tile
+  const bool tile_ok = false W4A4_GEMM_V2_TILES;
+#undef W4A4_TILE
+  return tile_ok && format != Format::kInt4 && (cluster == 1 || cluster == 2)
+             ? &kKernel
+             : nullptr;
 }
 }  // namespace jax_w4a4
 
@@ -85,7 +94,7 @@ static ffi::Error CheckRegions(ffi::AnyBuffer lora_up,
                                SpecAttrs spec) {
   const int64_t rank = lora_up.dimensions()[1];
   if (ffi::Error e = CheckGemmRegions(plan, spec, rank); e.failure()) return e;
-  return CheckQuantizer(plan, rank);
+  return CheckQuantizer(plan, spec, rank);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Instantiate, CheckAttrs,

@@ -163,7 +163,7 @@ class Extension(parameterized.TestCase):
             self.skipTest("CPU package")
         info = _ffi.build_info()
         self.assertIn("90a", info["cuda_archs"])
-        self.assertIn("sm90_v1", _ffi.KERNELS)
+        self.assertEqual(_ffi.KERNELS, {"sm90_v1", "sm90_v2"})
         self.assertRegex(info["nvcc"], r"^\d+\.\d+")
         self.assertLessEqual(info["ffi_api"], _ffi.running_ffi_api())
         self.assertEqual(set(_ffi._extension.registrations()), set(primitives.FFI_TARGETS.values()))
@@ -230,6 +230,12 @@ class ParityDriver(parameterized.TestCase):
 # ------------------------------------------------------------------------------------------------
 
 
+def compiled_tiles():
+    """Token tiles of GEMM v2 that CMake compiles."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    return sorted(map(int, re.search(r"set\(W4A4_GEMM_V2_TILES ([\d ]+)\)", text).group(1).split()))
+
+
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory):
     if COMPILER is None:
@@ -237,6 +243,8 @@ def host_library(tmp_path_factory):
     library = tmp_path_factory.mktemp("host") / "libhost.so"
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
     command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
+    tiles = " ".join(f"W4A4_TILE({tile})" for tile in compiled_tiles())
+    command += [f"-DW4A4_GEMM_V2_TILES={tiles}"]
     command += [str(ROOT / "tests" / "host_checks.cc"), str(CUDA / "plan.cc"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -402,13 +410,25 @@ class PlanChecks(HostTest):
         jax.ffi.register_ffi_target("jax_w4a4_test_plan", stages, platform="cpu")
 
     def attrs(
-        self, format="nvfp4", rank=32, m=64, k_pad=256, block=16, scale="float8_e4m3fn", **kw
+        self,
+        format="nvfp4",
+        rank=32,
+        m=64,
+        k_pad=256,
+        block=16,
+        scale="float8_e4m3fn",
+        kernel="sm90_v1",
+        **kw,
     ):
         spec = formats.Spec(format, k_pad, k_pad, block, scale)
         problem = plan.Problem(
             m, 300, k_pad, rank, format, block, "bfloat16", "bfloat16", "bfloat16", scale
         )
-        return plan.solve(problem, "sm_90", **kw).ffi_attrs(), spec.ffi_attrs()
+        return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
+
+    def v2_attrs(self, format="mxfp4", rank=32, **kw):
+        block, scale = {"nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu")}[format]
+        return self.attrs(format, rank, block=block, scale=scale, kernel="sm90_v2", **kw)
 
     def compile(self, plan_attrs, spec_attrs, rank=32):
         def f(lora_up):
@@ -430,7 +450,7 @@ class PlanChecks(HostTest):
                 self.compile(*attrs, rank)()
 
     @parameterized.parameters(
-        ("plan", "schema", 2, "INVALID_ARGUMENT.*plan schema 2"),
+        ("plan", "schema", 1, "INVALID_ARGUMENT.*plan schema 1"),
         ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2"),
         ("plan", "cc", 100, "FAILED_PRECONDITION.*sm_100"),
         ("plan", "tile_m", 48, "INVALID_ARGUMENT.*tile .48, 128, 64."),
@@ -454,14 +474,14 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(attrs["plan"], attrs["spec"])
 
-    @parameterized.parameters(("missing", 29), ("surplus", 31))
+    @parameterized.parameters(("missing", 38), ("surplus", 40))
     def test_wrong_attribute_count_is_refused(self, change, count):
         plan_attrs, spec_attrs = self.attrs()
         if change == "missing":
             del plan_attrs["q_rows"]
         else:
             plan_attrs["extra"] = 0
-        text = f"(?s)INVALID_ARGUMENT.*expected 30 attributes but got {count}"
+        text = f"(?s)INVALID_ARGUMENT.*expected 39 attributes but got {count}"
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs)
 
@@ -477,8 +497,10 @@ class PlanChecks(HostTest):
         ("off_lora_act", 0, "lora_act overlap lora_up"),
         ("lora_stages", 0, "no LoRA stage"),
         ("smem_bytes", 1024, "inside"),
-        ("q_rows", 8, "quantizer 8 rows"),
+        ("q_rows", 8, "quantizer 1 8 rows"),
         ("q_smem_bytes", 0, "quantizer"),
+        ("q_kernel", 2, "before kernel sm90_v2"),
+        ("q_kernel", 3, "quantizer 3"),
     )
     def test_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
         plan_attrs, spec_attrs = self.attrs("int4", block=64, scale="float16")
@@ -494,3 +516,147 @@ class PlanChecks(HostTest):
         plan_attrs["smem_bytes"] += 1 << 15
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "lora_up overlap aux"):
             self.compile(plan_attrs, spec_attrs)()
+
+    @parameterized.product(
+        format=("nvfp4", "mxfp4"), cluster=(1, 2), rank=(0, 16, 256), quantizer=(None, 1)
+    )
+    def test_every_v2_plan_is_accepted(self, format, cluster, rank, quantizer):
+        forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
+        for tile_m, main_stages in itertools.product(compiled_tiles(), (None, 2, 3)):
+            stages = {} if main_stages is None else {"main_stages": main_stages}
+            with self.subTest(tile_m=tile_m, main_stages=main_stages):
+                attrs = self.v2_attrs(format, rank, k_pad=416, tile_m=tile_m, **forced, **stages)
+                self.compile(*attrs, rank)()
+
+    def test_every_v2_quantizer_is_accepted(self):
+        """Its shared memory is worked out twice, in Python and in C++."""
+        seen = set()
+        for k_pad, rank in itertools.product(
+            (32, 256, 512, 3840, 5120, 8192, 15360, 28672), (0, 16, 64, 80, 128, 144, 256)
+        ):
+            for m in (256, 4352):
+                attrs = self.v2_attrs(rank=rank, m=m, k_pad=k_pad)
+                self.assertEqual(attrs[0]["q_kernel"], 2)
+                self.compile(*attrs, rank)()
+                seen.add((attrs[0]["q_cluster"], attrs[0]["q_stages"]))
+        self.assertEqual({cluster for cluster, _ in seen}, {1, 2, 4, 8})
+        self.assertEqual({stages for _, stages in seen}, {2, 3})
+
+    @parameterized.parameters(
+        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2.*1 .sm90_v1. and 3 .sm90_v2."),
+        ("plan", "cc", 100, "FAILED_PRECONDITION.*sm90_v2 runs on sm_90"),
+        ("plan", "tile_m", 96, "INVALID_ARGUMENT.*tile .96, "),
+        ("plan", "tile_n", 512, "INVALID_ARGUMENT.*tile"),
+        ("plan", "tile_k", 64, "INVALID_ARGUMENT.*tile_k 128"),
+        ("plan", "cluster", 4, "INVALID_ARGUMENT.*cluster 4"),
+        ("plan", "cluster", 1, "INVALID_ARGUMENT.*tile_n 128 x cluster"),
+        ("plan", "threads", 256, "INVALID_ARGUMENT.*256 threads"),
+        ("plan", "main_stages", 1, "INVALID_ARGUMENT.*main 1"),
+        ("plan", "main_stages", 9, "INVALID_ARGUMENT.*main 9"),
+        ("plan", "lora_stages", 1, "INVALID_ARGUMENT.*lora 1"),
+        ("plan", "store_stages", 2, "INVALID_ARGUMENT.*store 2"),
+        ("plan", "group_m", 0, "INVALID_ARGUMENT.*group_m 0"),
+        ("spec", "format", 0, "INVALID_ARGUMENT.*block_size=32"),
+    )
+    def test_v2_refused_at_compile(self, which, key, value, text):
+        attrs = dict(zip(("plan", "spec"), self.v2_attrs(cluster=2), strict=True))
+        attrs[which][key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(attrs["plan"], attrs["spec"])
+
+    def test_v2_has_no_int4(self):
+        plan_attrs, _ = self.v2_attrs()
+        _, spec_attrs = self.attrs("int4", block=64, scale="float16")
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "sm90_v2 has no int4 path"):
+            self.compile(plan_attrs, spec_attrs)
+
+    @parameterized.parameters(
+        ("off_act", 1024, "act at offset 1024"),
+        ("off_lora_act", 512, "lora_act at 512"),
+        ("off_weight", 0, "weight overlap act"),
+        ("off_weight", 512, "1024-byte aligned"),
+        ("off_weight", 1 << 16, "of weight"),
+        ("off_lora_up", 0, "lora_up overlap lora_act"),
+        ("off_lora_up", 256, "512-byte aligned"),
+        ("off_store", 0, "store overlap main ring"),
+        ("off_store", 128, "1024-byte aligned"),
+        ("off_act_scale", 0, "act_scale overlap main ring"),
+        ("off_barriers", 0, "barriers overlap main ring"),
+        ("bytes_barriers", 16, "of barriers"),
+        ("bytes_act", 128, "of act at"),
+        ("bytes_lora_up", 128, "of lora_up"),
+        ("bytes_store", 128, "of store"),
+        ("stage_bytes", 1000, "multiple of 1024"),
+        ("stage_bytes", 1024, "of act"),
+        ("stage_bytes", 1 << 17, "per stage|of main ring"),
+        ("smem_bytes", 1 << 16, "inside"),
+        ("q_rows", 16, "quantizer 2 16 rows"),
+        ("q_cluster", 3, "cluster 3"),
+        ("q_stages", 5, "5 stages"),
+        ("q_smem_bytes", 4, "quantizer 2"),
+    )
+    def test_v2_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.v2_attrs(tile_m=64)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    @parameterized.parameters(
+        ({"k": 250}, 32, "k a multiple of 8"),
+        ({"lora_smoothed": 1}, 32, "LoRA-down on x"),
+        ({}, 24, "ranks that are a multiple of 16"),
+    )
+    def test_calls_that_v2_cannot_take(self, changes, rank, text):
+        plan_attrs, spec_attrs = self.v2_attrs()
+        spec_attrs.update(changes)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs, rank)()
+
+
+GATE = ROOT / "cuda" / "ptxas_gate.py"
+
+
+class PtxasGate(parameterized.TestCase):
+    """Spills, stack frames and serialized wgmma stop the build, though ptxas only mentions them."""
+
+    def gate(self, output, code=0):
+        program = f"import sys; sys.stderr.write({output!r}); sys.exit({code})"
+        command = [sys.executable, str(GATE), sys.executable, "-c", program]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    @parameterized.parameters(
+        "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources",
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to non wgmma instructions",
+        "    0 bytes stack frame, 24 bytes spill stores, 36 bytes spill loads",
+        "    16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+    )
+    def test_defect(self, line):
+        done = self.gate(f"ptxas info    : 0 bytes gmem\n{line}\n")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(line, done.stderr.splitlines())
+
+    def test_clean_build_is_quiet(self):
+        done = self.gate(
+            "ptxas info    : Used 168 registers, used 16 barriers\n"
+            "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+            "x.cu(3): warning #177-D: unused\n"
+        )
+        self.assertEqual((done.returncode, done.stderr), (0, "x.cu(3): warning #177-D: unused\n"))
+
+    def test_compiler_errors_pass_through(self):
+        done = self.gate("x.cu(3): error: expected a ;\n", code=2)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("expected a ;", done.stderr)
+
+    def test_every_kernel_library_is_gated(self):
+        text = (ROOT / "CMakeLists.txt").read_text()
+        body = re.search(r"function\(w4a4_kernels.*?endfunction", text, re.S).group()
+        self.assertIn("ptxas_gate.py", body)
+        self.assertRegex(body, r"-Xptxas=-v,--warn-on-spills,--warning-as-error")
+
+    def test_compiled_tiles_are_those_of_the_planner(self):
+        tiles = plan.budget.DESIGNS["sm90_v2"].tiles
+        self.assertEqual(sorted({tile_m for tile_m, _, _ in tiles}), compiled_tiles())

@@ -69,7 +69,7 @@ class ShapeTest(parameterized.TestCase):
 
     def test_roofline_by_hand(self):
         """sm_90, v1: 2MNK at 989 TFLOP/s plus 2MNR in fp32 at 67, against 44.7 MB at 4.8 TB/s."""
-        (call,) = explain((4352, 3840, 3072), rank=128, target="sm_90").calls
+        (call,) = explain((4352, 3840, 3072), rank=128, target="sm_90", kernel="sm90_v1").calls
         gemm = call.gemm
         product, lora = 102_676_561_920 / 989e12, 3_422_552_064 / 67e12
         self.assertAlmostEqual(gemm.compute_s, product + lora, delta=1e-12)
@@ -77,6 +77,48 @@ class ShapeTest(parameterized.TestCase):
         self.assertEqual(gemm.roofline_s, gemm.compute_s)
         self.assertEqual(gemm.limit, "product")
         self.assertAlmostEqual(gemm.filled_s, gemm.compute_s * 7 * 132 / 816, delta=1e-12)
+
+    @parameterized.parameters(
+        ("mxfp4", {}, "fp8", "into the gemm's layout (64 rows per 4 CTAs", 4352 * 3840 + 4352 * 4),
+        ("nvfp4", {}, "bf16", ", then a pass into the gemm's layout", 4352 * 3840 * 2 + 4352 * 4),
+        ("mxfp4", {"quantizer": 1}, "fp8", ", then a pass", 4352 * 3840 + 4352 * 4),
+    )
+    def test_prefill_kernel(self, format, forced, mma, quantizer, activation):
+        """sm90_v2: its account, its reasons, the MMA that bounds it and the bytes that it reads."""
+        found = explain((4352, 3840, 3072), rank=128, format=format, target="sm_90", **forced)
+        text = str(found)
+        for expected in (
+            "tile 200x256, K step ",
+            "on 2 CTAs of 384 threads, persistent",
+            "LoRA in the main ring, store 1",
+            "22 x 12 = 264 tiles on 66 CTA pairs (one CTA per SM) = 4 waves, last 100 % full",
+            "for 4352 rows: 264 tiles in 4 waves of 66, ",
+            "LoRA streamed through the main ring (4 extra steps): it costs no main stage",
+            "2 groups of up to 11 m tiles",
+            f"TFLOP/s {mma}; LoRA-up",
+            quantizer,
+            found.calls[0].plan.quantizer.why,
+        ):
+            self.assertIn(expected, text)
+        moved = dict(found.calls[0].gemm.traffic.bytes)
+        self.assertEqual(moved["activations"] + moved["activation scales"], activation)
+
+    def test_shared_activation_on_the_prefill_kernel(self):
+        """The gemm of a ready activation owes nothing to the quantizer that its plan names."""
+        found = explain(
+            lambda x, w: matmul(quantize_activation(x, w), w),
+            x_like(512, K),
+            weight(),
+            target="sm_90",
+        )
+        gemm = next(call for call in found.calls if call.kind == "gemm")
+        self.assertEqual(gemm.plan.kernel, "sm90_v2")
+        self.assertIn("ready activation in the public layout: a pass into", str(gemm))
+        self.assertNotIn("fused quantizer", str(gemm))
+
+    def test_reason_for_the_plain_kernel(self):
+        text = str(explain((64, 3840, 3072), rank=128, target="sm_90"))
+        self.assertIn("- kernel sm90_v1 instead of sm90_v2: 64 rows, it is made for 256", text)
 
     def test_one_row_is_bound_by_memory(self):
         (call,) = explain((1, 4096, 4096), target="sm_90").calls
@@ -166,7 +208,7 @@ class DocsTest(parameterized.TestCase):
         *mkn, rank = shape
         (call,) = explain(mkn, rank=rank, target=target).calls
         p, s, g = call.plan, call.schedule, call.gemm
-        group = {"sm_90": "", "sm_100": ", one CTA" if p.cluster == 1 else ", pair"}[target]
+        group = ", one CTA" if p.cluster == 1 else ", pair"
         times = (g.compute_s, g.dram_s, g.roofline_s, g.filled_s)
         cells = (
             f"{mkn[0]} x {mkn[1]} x {mkn[2]}, {rank}",

@@ -16,7 +16,7 @@ import pytest
 from absl.testing import parameterized
 
 from jax_w4a4 import _ffi, formats, plan, primitives
-from jax_w4a4.matmul import matmul
+from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.quantize import quantize
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +45,12 @@ class Parity(parameterized.TestCase):
             result = gpu_parity.run_cell(cell)
             self.assertEqual(result["failures"], [], msg=str(cell))
 
+    @parameterized.product(format=("mxfp4", "nvfp4"), tile_m=gpu_parity.V2_TILES, cluster=(1, 2))
+    def test_v2_cell(self, format, tile_m, cluster):
+        for cell in gpu_parity.v2_cells_of(format, tile_m, cluster):
+            result = gpu_parity.run_cell(cell)
+            self.assertEqual(result["failures"], [], msg=str(cell))
+
     @parameterized.parameters(*gpu_parity.extra_cells())
     def test_extra_cell(self, cell):
         self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
@@ -53,23 +59,27 @@ class Parity(parameterized.TestCase):
 class RawCall:
     """A gemm FFI call whose attributes and operands a test may spoil before it is compiled."""
 
-    target = "jax_w4a4.gemm.v1"
+    target = "jax_w4a4.gemm.v2"
 
-    def __init__(self, m=20, n=40, k=64, rank=16, format="nvfp4"):
+    def __init__(self, m=20, n=40, k=64, rank=16, format="nvfp4", kernel="sm90_v1"):
         x, w = layer(m, n, k, rank, format)
-        spec = w.spec("float32")
-        cell = gpu_parity.Cell(format, rank, m, n, k, out_dtype="float32")
-        self.plan = dict(gpu_parity.solve(cell, spec).ffi_attrs())
+        out_dtype = "bfloat16" if kernel == "sm90_v2" else "float32"
+        spec = w.spec(out_dtype)
+        cell = gpu_parity.Cell(format, rank, m, n, k, out_dtype=out_dtype, kernel=kernel)
+        found = gpu_parity.solve(cell, spec)
+        self.plan = dict(found.ffi_attrs())
         self.spec = dict(spec.ffi_attrs())
         for_quantize, for_gemm = gpu_parity.operands_of(w, spec)
         params = {
             "spec": spec,
-            "plan": gpu_parity.solve(cell, spec),
+            "plan": found,
             "implementation": "cuda",
         }
-        xp, xs, la = primitives.quantize_p.bind(x, *for_quantize, **params)
+        for_codes = plan.solve(gpu_parity.problem_of(cell, spec, n=0), "sm_90")
+        xp, xs, la = primitives.quantize_p.bind(x, *for_quantize, **{**params, "plan": for_codes})
         self.operands = [xp, xs, for_quantize[1], la, *for_gemm]
-        self.results = [jax.ShapeDtypeStruct((m, n), jnp.float32)]
+        self.results = [jax.ShapeDtypeStruct((m, n), out_dtype)]
+        self.results += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in found.workspace(m, "gemm")]
         self.expected = primitives.gemm_p.bind(*self.operands, **params)[0]
 
     def compile(self):
@@ -91,7 +101,7 @@ class HandlerErrors(parameterized.TestCase):
         np.testing.assert_array_equal(call.run()[0], call.expected)
 
     @parameterized.parameters(
-        ("schema", 2, "INVALID_ARGUMENT", "plan schema 2"),
+        ("schema", 1, "INVALID_ARGUMENT", "plan schema 1"),
         ("kernel", 2, "FAILED_PRECONDITION", "kernel 2"),
         ("cc", 100, "FAILED_PRECONDITION", "sm_100"),
         ("tile_m", 48, "INVALID_ARGUMENT", "tile"),
@@ -152,6 +162,36 @@ class HandlerErrors(parameterized.TestCase):
         with self.assertRaisesRegex(
             jax.errors.JaxRuntimeError, f"(?s)INVALID_ARGUMENT.*{text}.*expected"
         ):
+            call.run()
+
+    @parameterized.parameters("mxfp4", "nvfp4")
+    def test_unspoiled_v2_call_is_accepted(self, format):
+        call = RawCall(m=300, n=264, k=416, format=format, kernel="sm90_v2")
+        np.testing.assert_array_equal(call.run()[0], call.expected)
+
+    @parameterized.parameters(
+        (lambda r: r[:1], "has 0 results after y; the plan's kernel has 3"),
+        (lambda r: [r[0], r[2], r[1], r[3]], "act is"),
+        (lambda r: [*r[:2], jax.ShapeDtypeStruct((20,), jnp.float32), r[3]], "token_scale is"),
+        (lambda r: [*r[:3], jax.ShapeDtypeStruct((40, 3), jnp.float32)], "rows is"),
+        (lambda r: [jax.ShapeDtypeStruct((20, 40), jnp.float32), *r[1:]], "result is"),
+    )
+    def test_v2_workspace_is_checked(self, spoil, text):
+        call = RawCall(format="mxfp4", kernel="sm90_v2")
+        call.results = spoil(call.results)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)INVALID_ARGUMENT.*{text}"):
+            call.run()
+
+    @parameterized.parameters(
+        ("off_weight", 0, "overlap"),
+        ("off_store", 0, "overlap"),
+        ("stage_bytes", 1000, "1024"),
+        ("smem_bytes", 300_000, "300000"),
+    )
+    def test_v2_regions_that_the_kernel_cannot_honour(self, key, value, text):
+        call = RawCall(format="mxfp4", kernel="sm90_v2")
+        call.plan[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECON.*{text}"):
             call.run()
 
     def test_client_survives_an_error(self):
@@ -258,7 +298,9 @@ class PlanAndLaunch(parameterized.TestCase):
 
     @parameterized.product(format=gpu_parity.FORMATS, tile_m=(32, 64, 128), rank=(0, 32))
     def test_driver_reports_the_plan(self, format, tile_m, rank):
-        cell = gpu_parity.Cell(format, rank, 200, 300, 256, tile_m=tile_m, special=False)
+        cell = gpu_parity.Cell(
+            format, rank, 200, 300, 256, kernel="sm90_v1", tile_m=tile_m, special=False
+        )
         self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
         x, w = layer(200, 300, 256, rank, format)
         found = gpu_parity.solve(cell, w.spec("bfloat16"))
@@ -271,16 +313,69 @@ class PlanAndLaunch(parameterized.TestCase):
         self.assertEqual(launch["local_bytes"], 0, "registers were spilled")
         self.assertGreaterEqual(launch["blocks_per_sm"], 1)
 
+    @parameterized.product(
+        format=("mxfp4", "nvfp4"), tile_m=gpu_parity.V2_TILES, cluster=(1, 2), stages=(None, 3)
+    )
+    def test_driver_reports_the_v2_plan(self, format, tile_m, cluster, stages):
+        cell = gpu_parity.Cell(
+            format,
+            32,
+            1500,
+            3000,
+            256,
+            kernel="sm90_v2",
+            tile_m=tile_m,
+            cluster=cluster,
+            main_stages=stages,
+            special=False,
+        )
+        self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
+        _, w = layer(8, 300, 256, 32, format)
+        found = gpu_parity.solve(cell, w.spec("bfloat16"))
+        launch = _ffi.last_launch()
+        self.assertEqual(launch["dynamic_smem_bytes"], found.smem_bytes)
+        self.assertEqual(launch["static_smem_bytes"], 0)
+        self.assertEqual(launch["block"], found.threads)
+        self.assertEqual(launch["cluster"], cluster)
+        target = plan.targets.current()
+        where = plan.schedule(1500, 3000, tile_m, found.tile_n, cluster, target)
+        # Persistent: as many clusters as run at once, and no more than there are tiles.
+        self.assertEqual(launch["grid"], (cluster * min(where.groups, where.tiles), 1))
+        self.assertEqual(launch["local_bytes"], 0, "registers were spilled")
+        self.assertEqual(launch["blocks_per_sm"], 1)
+
+    @parameterized.parameters("mxfp4", "nvfp4")
+    def test_prefill_runs_on_v2(self, format):
+        """The public call, from x and from a shared activation, picks the fast kernel by itself."""
+        x, w = layer(m=512, n=384, k=256, rank=32, format=format)
+        y = matmul(x, w, implementation="cuda")
+        y.block_until_ready()
+        self.assertEqual(_ffi.last_launch()["block"], 384)
+        shared = matmul(quantize_activation(x, w), w, implementation="cuda").block_until_ready()
+        self.assertEqual(_ffi.last_launch()["block"], 384)
+        xla = np.asarray(matmul(x, w, implementation="xla")).astype(np.float32)
+        for got in (y, shared):
+            got = np.asarray(got).astype(np.float32)
+            self.assertLess(np.linalg.norm(got - xla), 4e-3 * np.linalg.norm(xla))
+        small = matmul(x[:64], w, implementation="cuda").block_until_ready()
+        self.assertEqual(_ffi.last_launch()["block"], 256)
+        np.testing.assert_allclose(
+            small.astype(jnp.float32), y[:64].astype(jnp.float32), rtol=2e-2, atol=2e-2
+        )
+
     def test_device_is_the_planned_target(self):
         self.assertEqual(plan.targets.current().cc, 90)
         self.assertIn("90a", _ffi.build_info()["cuda_archs"])
 
 
-def run_child(length, flags):
+def run_child(length, flags, *options):
     script = pathlib.Path(__file__).with_name("gpu_command_buffers.py")
     env = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     child = subprocess.run(
-        [sys.executable, str(script), str(length)], env=env, capture_output=True, text=True
+        [sys.executable, str(script), str(length), *options],
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
@@ -297,6 +392,14 @@ class CommandBuffers(parameterized.TestCase):
         self.assertGreaterEqual(report["moving"]["captured"], 8 * 15, report)
         self.assertLess(report["still"]["calls"], 10 * 8, report)
         self.assertGreater(report["alternating"]["captured"], 0, report)
+
+    @parameterized.parameters("mxfp4", "nvfp4")
+    def test_prefill_kernel(self, format):
+        """Tensor maps hold addresses: a graph that kept old ones would read or write elsewhere."""
+        report = run_child(8, "", "300", format)
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertGreaterEqual(report["addresses"], 17, report)
+        self.assertGreaterEqual(report["moving"]["captured"], 8 * 15, report)
 
     def test_command_buffers_off(self):
         report = run_child(8, "--xla_gpu_enable_command_buffer=")

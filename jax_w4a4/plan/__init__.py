@@ -8,7 +8,7 @@
 """
 
 from jax_w4a4.plan import budget, planner, roofline, targets
-from jax_w4a4.plan.budget import Config, Problem, QuantizerPlan, Region, Row
+from jax_w4a4.plan.budget import Buffer, Config, Problem, QuantizerPlan, Region, Row
 from jax_w4a4.plan.planner import (
     DoesNotFitError,
     Plan,
@@ -21,6 +21,7 @@ from jax_w4a4.plan.planner import (
 from jax_w4a4.plan.targets import Target
 
 __all__ = [
+    "Buffer",
     "Config",
     "DoesNotFitError",
     "Plan",

@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jax_w4a4.plan.targets import Target
 
 __all__ = [
     "DESIGNS",
     "ITEMSIZE",
+    "Buffer",
     "Config",
     "Design",
     "Problem",
@@ -32,11 +34,15 @@ __all__ = [
     "output_tile_bytes",
     "quantizer_traffic",
     "quantizer_v1",
+    "quantizer_v2",
+    "row_bytes",
     "sm90_v1",
+    "sm90_v2",
     "sm100_v2",
     "step_flops",
     "svdquant_v2",
     "tmem_columns",
+    "workspace",
 ]
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
@@ -67,6 +73,8 @@ class Problem:
       format: ``"nvfp4"``, ``"mxfp4"`` or ``"int4"``.
       block_size: K elements per block scale; ``k_pad`` for one scale per row.
       x_dtype, out_dtype, lora_dtype, scale_dtype: dtype names.
+      k: logical K, None where it is k_pad.
+      lora_smoothed: LoRA-down reads the smoothed x.
     """
 
     m: int | None
@@ -79,6 +87,8 @@ class Problem:
     out_dtype: str
     lora_dtype: str
     scale_dtype: str
+    k: int | None = None
+    lora_smoothed: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -166,22 +176,47 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Where a row lives in dynamic shared memory: byte offset, bytes per stage, stages."""
+    """Where a row lives in dynamic shared memory: byte offset of the first stage, bytes per stage,
+    stages, and bytes from one stage to the next."""
 
     name: str
     offset: int
     bytes_per_stage: int
     stages: int
+    stride: int
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerPlan:
-    """Launch of the activation quantizer: rows per CTA, K chunk, threads, dynamic smem bytes."""
+    """Launch of the activation quantizer.
+
+    Attributes:
+      kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm.
+      rows: tokens per CTA, or per cluster of them.
+      chunk_k: K elements at a time.
+      threads, smem_bytes: per CTA.
+      cluster: CTAs that divide K among them.
+      stages: chunks in flight; 0 without a ring.
+      why: the reason for this kernel, where there was a choice.
+    """
 
     rows: int
     chunk_k: int
     threads: int
     smem_bytes: int
+    kernel: int = 1
+    cluster: int = 1
+    stages: int = 0
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array in device memory that a call needs besides its operands and its result."""
+
+    name: str
+    shape: tuple
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +252,11 @@ def _row(
     *,
     memory: str = "smem",
     overlaps_main: bool = True,
+    sliced: bool | None = None,
 ) -> Row:
-    """Applies the target's halving rule, the one place where it is applied."""
-    sliced = name in target.halved and single > 0
+    """Applies the target's halving rule, the one place where it is applied; a design whose CTAs
+    divide the tile without a common MMA passes ``sliced``."""
+    sliced = (name in target.halved if sliced is None else sliced) and single > 0
     return Row(
         name=name,
         single=single,
@@ -262,6 +299,91 @@ def sm90_v1(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
         row("aux", 2 * n * 4, 1, "kernel", "channel_scale and bias, tile_n*4 each"),
         row("barriers", 0, 0, "kernel", "__syncthreads only"),
     )
+
+
+def row_bytes(format: str, k_pad: int) -> int:
+    """Bytes of one token in the activation layout of sm90_v2: whole stages of 128 bytes.
+
+    mxfp4 takes one byte per element (e5m2 with the block exponents folded in), nvfp4 two (bf16).
+    """
+    return _align(k_pad * _V2_ACT_BYTES[format], 128)
+
+
+# Bytes of an activation element in the gemm's own layout.
+_V2_ACT_BYTES = MappingProxyType({"mxfp4": 1, "nvfp4": 2})
+_V2_TOKEN_STAGES = 2
+
+
+def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The persistent, warp-specialised Hopper kernel (cuda/sm90_gemm_v2.cuh).
+
+    ``tile_n`` is 128 weight rows per CTA of the cluster; the cluster's CTAs share the tokens by
+    multicast. Weights are staged as 4-bit bytes and expanded in registers, activations as the MMA
+    takes them. A slot of the main ring holds either a K step of both or 32 ranks of both low-rank
+    operands.
+    """
+    m, n, k = config.tile_m, config.tile_n, config.tile_k
+    act = _V2_ACT_BYTES.get(problem.format, 2)
+    main = config.main_stages
+    lora = 1 if problem.rank else 0
+    steps = lora_steps(problem, 64)
+    streamed = f"32 ranks in a slot of the main ring, {_plural(steps, 'extra step')}"
+    token = m * 4 if problem.format == "mxfp4" else 0
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("activation", m * k * act, main, "K loop", f"tile_m*tile_k*{act}, as the MMA takes it"),
+        row("weight", n * k // 2, main, "K loop", "tile_n*tile_k/2, 4-bit codes", sliced=True),
+        row("weight_scale", 0, 0, "K loop", "from L2 into registers, a byte per lane and step"),
+        row("lora_act", m * 64, lora, "tile", f"tile_m*64; {streamed}", overlaps_main=False),
+        row(
+            "lora_up",
+            n * 64,
+            lora,
+            "tile",
+            f"tile_n*64; {streamed}",
+            overlaps_main=False,
+            sliced=True,
+        ),
+        row(
+            "store",
+            m * n * ITEMSIZE[problem.out_dtype],
+            config.store_stages,
+            "epilogue",
+            "tile_m*tile_n*2, one slab per warpgroup",
+            sliced=True,
+        ),
+        row(
+            "activation_scale",
+            token,
+            _V2_TOKEN_STAGES if token else 0,
+            "tile",
+            "tile_m*4, one fp32 power of two per token" if token else "folded into bf16",
+        ),
+        row(
+            "accumulator",
+            m * n * 4,
+            1,
+            "tile",
+            "tile_m*tile_n*4, fp32",
+            memory="registers",
+            sliced=True,
+        ),
+        row("aux", 0, 0, "tile", "16 bytes per weight row, from L2 into registers"),
+        row(
+            "barriers",
+            _align(16 * (main + _V2_TOKEN_STAGES), 128),
+            1,
+            "kernel",
+            "two mbarriers per slot of the main and token rings",
+        ),
+    )
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _scale_columns(rows: int, per_row: int) -> int:
@@ -370,9 +492,9 @@ def svdquant_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     )
 
 
-def lora_steps(problem: Problem) -> int:
-    """Extra main-ring steps of a streamed low-rank branch: 128 bytes of ranks per row each."""
-    return -(-problem.rank * ITEMSIZE[problem.lora_dtype] // 128)
+def lora_steps(problem: Problem, row_bytes: int = 128) -> int:
+    """Extra main-ring steps of a streamed low-rank branch: ``row_bytes`` of ranks per row each."""
+    return -(-problem.rank * ITEMSIZE[problem.lora_dtype] // row_bytes)
 
 
 def tmem_columns(problem: Problem, target: Target, config: Config) -> int:
@@ -381,27 +503,35 @@ def tmem_columns(problem: Problem, target: Target, config: Config) -> int:
     return stages * columns + scales
 
 
-def layout(rows: tuple[Row, ...], cluster: int, align: int) -> tuple[tuple[Region, ...], int]:
+def layout(
+    rows: tuple[Row, ...], cluster: int, align: int, interleaved: bool = False
+) -> tuple[tuple[Region, ...], int]:
     """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
+
+    ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other;
+    otherwise the stages of a row lie together.
 
     Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
     or stages gets an empty region at offset 0.
     """
     placed: dict[str, Region] = {}
+    smem = [row for row in rows if row.memory == "smem"]
+    loop = [row for row in smem if row.overlaps_main and row.lifetime == "K loop"]
+    slot = sum(_align(row.bytes(cluster), align) for row in loop)
 
-    def place(row: Row, offset: int) -> int:
+    def place(row: Row, offset: int, stride: int | None = None) -> int:
         size = row.bytes(cluster)
         if size == 0 or row.stages <= 0:
-            placed[row.name] = Region(row.name, 0, 0, 0)
+            placed[row.name] = Region(row.name, 0, 0, 0, 0)
             return offset
-        placed[row.name] = Region(row.name, offset, size, row.stages)
-        return _align(offset + size * row.stages, align)
+        placed[row.name] = Region(row.name, offset, size, row.stages, stride or size)
+        return _align(offset + size * (1 if stride else row.stages), align)
 
-    smem = [row for row in rows if row.memory == "smem"]
     loop_end = over_end = 0
-    for row in smem:
-        if row.overlaps_main and row.lifetime == "K loop":
-            loop_end = place(row, loop_end)
+    for row in loop:
+        loop_end = place(row, loop_end, slot if interleaved else None)
+    if interleaved:
+        loop_end = slot * max((row.stages for row in loop), default=0)
     for row in smem:
         if not row.overlaps_main:
             over_end = place(row, over_end)
@@ -425,18 +555,83 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-def gemm_traffic(problem: Problem, m: int) -> Traffic:
-    """The gemm for ``m`` rows: 2*M*N*K of the product, 2*M*N*R of the low-rank branch."""
+def quantizer_v2(problem: Problem, cluster: int, stages: int) -> QuantizerPlan:
+    """The fused mxfp4 quantizer: a cluster takes 64 tokens and divides K (cuda/sm90_quantize_v2.h).
+
+    Per CTA: a ring of 64-k stages of x and lora_down, over which the partial sums of LoRA-down
+    are laid at the end; then for its slice of K the codes, the block exponents and the reciprocals
+    of smooth; a row maximum per token; barriers.
+    """
+    rows, step = 64, 64
+    k = problem.k or problem.k_pad
+    # Ranks per warpgroup, of which there are two.
+    ranks = next(r for r in (0, 32, 64, 128) if problem.rank <= 2 * r)
+    groups = -(-k // 128)
+    groups = -(-groups // cluster)
+    ring = stages * step * 2 * (rows + 2 * ranks)
+    partial = rows * (2 * ranks + 8) * 4 if ranks else 0
+    smem = _align(max(ring, partial), 128)
+    smem += _align(rows * (groups * 64 + 16), 128) + _align(rows * groups * 4, 128)
+    smem += groups * 512 + rows * 4 + 16 * stages
+    return QuantizerPlan(rows, step, 288, smem, kernel=2, cluster=cluster, stages=stages)
+
+
+def workspace(
+    problem: Problem, design: Design, quantizer: QuantizerPlan, tile_m: int, m: Any, kind: str
+) -> tuple[Buffer, ...]:
+    """Results that a primitive returns besides those its caller wants, in their order.
+
+    Device memory belongs to XLA, so what one launch leaves for the next is a result of the call.
+
+    Args:
+      tile_m: rows of the gemm's tile; its token ring reads whole tiles.
+      m: rows; may be a symbolic dimension.
+      kind: ``"matmul"`` (after y) or ``"gemm"`` (after y, on a ready activation).
+    """
+    public = (
+        Buffer("packed", (m, problem.k_pad // 2), "uint8"),
+        Buffer("scales", (m, problem.k_pad // problem.block_size), problem.scale_dtype),
+    )
+    lora_act = Buffer("lora_act", (m, problem.rank), problem.lora_dtype)
+    if not design.private_layout:
+        return (*public, lora_act) if kind == "matmul" else ()
+    tokens = (m + tile_m,) if problem.format == "mxfp4" else (0,)
+    private = (
+        Buffer("act", (m, row_bytes(problem.format, problem.k_pad)), "uint8"),
+        Buffer("token_scale", tokens, "float32"),
+        Buffer("rows", (problem.n, 4), "float32"),
+    )
+    if kind == "gemm":
+        return private
+    if quantizer.kernel == 2:
+        public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
+    return (*public, lora_act, *private)
+
+
+def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
+    """Bytes of the quantized activation and of its scales, in the public or the gemm's layout."""
+    if private:
+        return m * row_bytes(problem.format, problem.k_pad), m * 4
+    blocks = problem.k_pad // problem.block_size
+    return m * problem.k_pad // 2, m * blocks * ITEMSIZE[problem.scale_dtype]
+
+
+def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
+    """The gemm for ``m`` rows: 2*M*N*K of the product, 2*M*N*R of the low-rank branch.
+
+    ``private``: the activation comes in the kernel's own layout, as sm90_v2 wants it.
+    """
     n, k, rank = problem.n, problem.k_pad, problem.rank
     blocks = k // problem.block_size
     scale = ITEMSIZE[problem.scale_dtype]
+    codes, scales = _act_traffic(problem, m, private)
     return Traffic(
         flops=(("product", 2 * m * n * k), ("LoRA-up", 2 * m * n * rank)),
         bytes=(
             ("weights", n * k // 2),
             ("weight scales", n * blocks * scale),
-            ("activations", m * k // 2),
-            ("activation scales", m * blocks * scale),
+            ("activations", codes),
+            ("activation scales", scales),
             ("lora_up", n * rank * ITEMSIZE[problem.lora_dtype]),
             ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
             ("vectors", 2 * n * 4),
@@ -445,18 +640,22 @@ def gemm_traffic(problem: Problem, m: int) -> Traffic:
     )
 
 
-def quantizer_traffic(problem: Problem, m: int) -> Traffic:
-    """The activation quantizer for ``m`` rows: reads x once, 2*M*K*R of LoRA-down."""
+def quantizer_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
+    """The activation quantizer for ``m`` rows: reads x once, 2*M*K*R of LoRA-down.
+
+    ``private``: it writes the layout of the sm90_v2 gemm.
+    """
     k, rank = problem.k_pad, problem.rank
     lora = ITEMSIZE[problem.lora_dtype]
+    codes, scales = _act_traffic(problem, m, private)
     return Traffic(
         flops=(("LoRA-down", 2 * m * k * rank),),
         bytes=(
             ("x", m * k * ITEMSIZE[problem.x_dtype]),
             ("smooth", k * 4),
             ("lora_down", k * rank * lora),
-            ("codes", m * k // 2),
-            ("scales", m * (k // problem.block_size) * ITEMSIZE[problem.scale_dtype]),
+            ("codes", codes),
+            ("scales", scales),
             ("lora_act", m * rank * lora),
         ),
     )
@@ -483,14 +682,19 @@ class Design:
       ccs: compute capabilities it is made for.
       rows: the account.
       tiles: candidates (tile_m, tile_n, cluster).
-      tile_k, threads, align: constants of the design; ``align`` of each region in bytes.
+      tile_k: K step by format; the formats that the design covers.
+      threads, align: constants of the design; ``align`` of each region in bytes.
       persistent: CTAs loop over tiles.
       max_main_stages: None for as many as fit.
       min_store_stages: 0 when results go straight from registers.
       grow_store: left-over bytes become store stages.
       lora_choices: counts of dedicated LoRA buffers to consider for a low-rank branch.
-      main_peak, up_peak, down_peak: fields of Target that bound the product, LoRA-up (in the
-        gemm) and LoRA-down (in the quantizer).
+      main_peak: field of Target that bounds the product, by format.
+      up_peak, down_peak: the same of LoRA-up (in the gemm) and of LoRA-down (in the quantizer).
+      grow_main: ``max_main_stages`` is a limit; without it the design has exactly so many.
+      lora_row_bytes: of one token or weight row in a step of a streamed low-rank branch.
+      interleaved: the K-loop objects of a stage lie side by side.
+      private_layout: the gemm reads activations in a layout of its own.
     """
 
     name: str
@@ -499,7 +703,7 @@ class Design:
     ccs: frozenset[int]
     rows: Callable[[Problem, Target, Config], tuple[Row, ...]]
     tiles: tuple[tuple[int, int, int], ...]
-    tile_k: int
+    tile_k: Mapping[str, int]
     threads: int
     align: int
     persistent: bool
@@ -507,9 +711,13 @@ class Design:
     min_store_stages: int
     grow_store: bool
     lora_choices: tuple[int, ...]
-    main_peak: str
+    main_peak: Mapping[str, str]
     up_peak: str
     down_peak: str
+    grow_main: bool = True
+    lora_row_bytes: int = 128
+    interleaved: bool = False
+    private_layout: bool = False
 
 
 DESIGNS: Mapping[str, Design] = MappingProxyType(
@@ -523,7 +731,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 ccs=frozenset({90}),
                 rows=sm90_v1,
                 tiles=((128, 128, 1), (64, 128, 1), (32, 128, 1)),
-                tile_k=64,
+                tile_k=dict.fromkeys(FORMATS, 64),
                 threads=256,
                 align=128,
                 persistent=False,
@@ -531,9 +739,37 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 min_store_stages=0,
                 grow_store=False,
                 lora_choices=(1,),
-                main_peak="peak_bf16",
+                main_peak=dict.fromkeys(FORMATS, "peak_bf16"),
                 up_peak="peak_fp32",
                 down_peak="peak_fp32",
+                grow_main=False,
+            ),
+            Design(
+                name="sm90_v2",
+                code=3,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_v2,
+                # The token tiles are those that CMakeLists.txt compiles.
+                tiles=tuple(
+                    (tile_m, 128 * cluster, cluster)
+                    for tile_m in (256, 200, 192, 128, 64)
+                    for cluster in (2, 1)
+                ),
+                tile_k={"nvfp4": 64, "mxfp4": 128},
+                threads=384,
+                align=128,
+                persistent=True,
+                max_main_stages=8,
+                min_store_stages=1,
+                grow_store=False,
+                lora_choices=(0,),
+                main_peak={"nvfp4": "peak_bf16", "mxfp4": "peak_fp8"},
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+                lora_row_bytes=64,
+                interleaved=True,
+                private_layout=True,
             ),
             Design(
                 name="sm100_v2",
@@ -542,7 +778,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 ccs=frozenset({100, 103}),
                 rows=sm100_v2,
                 tiles=((256, 256, 2), (256, 128, 2), (128, 256, 1), (128, 128, 1), (128, 64, 1)),
-                tile_k=256,
+                tile_k=dict.fromkeys(("nvfp4", "mxfp4"), 256),
                 threads=192,
                 align=1024,
                 persistent=True,
@@ -550,7 +786,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 min_store_stages=2,
                 grow_store=True,
                 lora_choices=(0, 1, 2),
-                main_peak="peak_fp4",
+                main_peak=dict.fromkeys(("nvfp4", "mxfp4"), "peak_fp4"),
                 up_peak="peak_bf16",
                 down_peak="peak_bf16",
             ),
@@ -561,7 +797,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 ccs=frozenset({100, 103}),
                 rows=svdquant_v2,
                 tiles=((256, 128, 2), (256, 256, 2), (128, 128, 1), (128, 256, 1)),
-                tile_k=256,
+                tile_k=dict.fromkeys(("nvfp4", "mxfp4"), 256),
                 threads=192,
                 align=1,
                 persistent=True,
@@ -569,7 +805,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 min_store_stages=2,
                 grow_store=True,
                 lora_choices=(2,),
-                main_peak="peak_fp4",
+                main_peak=dict.fromkeys(("nvfp4", "mxfp4"), "peak_fp4"),
                 up_peak="peak_bf16",
                 down_peak="peak_bf16",
             ),

@@ -12,6 +12,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax_w4a4.plan import budget, targets
 from jax_w4a4.plan.budget import Config, Design, Problem, QuantizerPlan, Region, Row
@@ -28,10 +29,20 @@ __all__ = [
     "solve",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
-_DEFAULT_KERNEL = {90: "sm90_v1", 100: "sm100_v2", 103: "sm100_v2"}
-_FORCIBLE = ("tile_m", "tile_n", "cluster", "main_stages", "lora_stages", "store_stages")
+# In order of preference; a kernel that cannot take a problem leaves it to the next.
+_DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
+_FORCIBLE = (
+    "tile_m",
+    "tile_n",
+    "cluster",
+    "main_stages",
+    "lora_stages",
+    "store_stages",
+    "group_m",
+    "quantizer",
+)
 
 # Rows assumed where M is symbolic.
 SYMBOLIC_M = 4096
@@ -45,6 +56,23 @@ _LOAD_LATENCY_S = 650e-9
 # not depend on tile_m and is put at this many rows' worth.
 _EXPAND_ROWS = 32
 
+# sm90_v2 is chosen from this many rows on; nothing is measured below.
+_V2_LEAST_M = 256
+_V2_MOST_RANK = 256
+
+# sm90_v2: a K step of one tile takes _V2_COLUMN_S seconds for each of tile_m + _V2_FIXED_ROWS
+# tokens; the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to
+# an H200: bench/results/sm90_v2_tiles_h200.json, against which tests/test_planner.py checks every
+# choice.
+_V2_FIXED_ROWS = {"mxfp4": 126, "nvfp4": 33}
+_V2_COLUMN_S = {"mxfp4": 1.88e-9, "nvfp4": 2.32e-9}
+# Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
+_V2_RANK_S = 1.3e-9
+_V2_EPILOGUE_S = 5e-9
+# m tiles that share one sweep over n: their activations stay in L2 while the weights pass by. Same
+# data: up to 6 % faster than one group of 22 when the chip runs hot, equal otherwise.
+_V2_GROUP_M = 11
+
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
     ("weight", "weight"),
@@ -54,6 +82,8 @@ _FFI_REGIONS = (
     ("lora_up", "lora_up"),
     ("lora_act", "lora_act"),
     ("aux", "aux"),
+    ("store", "store"),
+    ("barriers", "barriers"),
 )
 
 
@@ -100,13 +130,15 @@ class Plan:
 
     Attributes:
       schema: version of this record.
-      kernel: ``"sm90_v1"``, ``"sm100_v2"``, or an account without a kernel (``"svdquant_v2"``).
+      kernel: ``"sm90_v1"``, ``"sm90_v2"``, ``"sm100_v2"``, or an account without a kernel
+        (``"svdquant_v2"``).
       target, cc: architecture planned for.
       tile_m, tile_n, tile_k: tile of one group of ``cluster`` CTAs, and its K step.
       main_stages, lora_stages, store_stages: buffers of each ring; with a low-rank branch and
         ``lora_stages == 0`` LoRA is streamed through the main ring.
       threads: per CTA.
       smem_bytes: dynamic shared memory of the launch.
+      group_m: m tiles that share one sweep over n; 0 where the hardware orders the tiles.
       regions: where each object lives.
       rows: the account, one row per resident object.
       reasons: why the planner stopped where it did, one sentence each.
@@ -127,6 +159,7 @@ class Plan:
     store_stages: int
     threads: int
     smem_bytes: int
+    group_m: int
     regions: tuple[Region, ...]
     rows: tuple[Row, ...]
     reasons: tuple[str, ...]
@@ -149,10 +182,17 @@ class Plan:
                 return region
         raise KeyError(f"jax_w4a4.plan: no region {name!r} in {self!r}")
 
+    def workspace(self, m: Any, kind: str) -> tuple[budget.Buffer, ...]:
+        """Results that a call returns besides y; see :func:`budget.workspace`."""
+        design = budget.DESIGNS[self.kernel]
+        return budget.workspace(self.problem, design, self.quantizer, self.tile_m, m, kind)
+
     def ffi_attrs(self) -> dict[str, int]:
         """The integers the FFI handlers read, in declaration order of the C++ struct.
 
         ``bytes_*`` are per stage, ``off_*`` count from the start of dynamic shared memory.
+        ``stage_bytes`` leads from one stage of the main ring to the next where its objects are
+        interleaved, and from one stage of the activation to the next otherwise.
 
         Raises:
           NotImplementedError: the plan is an account without a kernel.
@@ -176,15 +216,20 @@ class Plan:
             "store_stages": self.store_stages,
             "threads": self.threads,
             "smem_bytes": self.smem_bytes,
+            "group_m": self.group_m,
+            "stage_bytes": self.region("activation").stride,
         }
         regions = [(key, self.region(name)) for key, name in _FFI_REGIONS]
         attrs.update({f"off_{key}": region.offset for key, region in regions})
         attrs.update({f"bytes_{key}": region.bytes_per_stage for key, region in regions})
         attrs.update(
+            q_kernel=self.quantizer.kernel,
             q_rows=self.quantizer.rows,
             q_chunk_k=self.quantizer.chunk_k,
             q_threads=self.quantizer.threads,
             q_smem_bytes=self.quantizer.smem_bytes,
+            q_cluster=self.quantizer.cluster,
+            q_stages=self.quantizer.stages,
         )
         return attrs
 
@@ -240,9 +285,10 @@ def solve(
     Args:
       problem: shapes and dtypes, per device.
       target: a :class:`~jax_w4a4.plan.targets.Target` or its name.
-      kernel: a name in ``budget.DESIGNS``; None for the target's own.
-      **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages,
-        taken as given instead of chosen. Only a forced ``main_stages`` can be below 2.
+      kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem.
+      **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
+        quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as given
+        instead of chosen. Only a forced ``main_stages`` can be below 2.
 
     Raises:
       NotImplementedError: no kernel design covers this target or problem; names the way out.
@@ -267,13 +313,14 @@ def solve(
 def _solve(
     problem: Problem, target: Target, kernel: str | None, forced: tuple[tuple[str, int], ...]
 ) -> Plan:
-    design = _design(problem, target, kernel)
     choice = dict(forced)
+    design, why_design = _design(problem, target, kernel, choice)
     found: list[_Candidate] = []
     refused: list[str] = []
     for tile_m, tile_n, cluster in _tiles(design, choice):
         for lora in _lora_choices(design, problem, choice):
-            config = Config(tile_m, tile_n, design.tile_k, cluster, 0, lora, 0)
+            step = design.tile_k[problem.format]
+            config = Config(tile_m, tile_n, step, cluster, 0, lora, 0)
             fitted = _fit(design, problem, target, config, choice)
             if isinstance(fitted, str):
                 refused.append(fitted)
@@ -288,6 +335,7 @@ def _solve(
     found.sort(key=_Candidate.order)
     best = found[0].config
     rows, regions, smem = _place(design, problem, target, best)
+    group_m, why_group = _group_m(design, problem, best, choice)
     return Plan(
         schema=SCHEMA,
         kernel=design.name,
@@ -302,10 +350,15 @@ def _solve(
         store_stages=best.store_stages,
         threads=design.threads,
         smem_bytes=smem,
+        group_m=group_m,
         regions=regions,
         rows=rows,
-        reasons=_reasons(design, problem, target, found, refused, choice),
-        quantizer=budget.quantizer_v1(problem),
+        reasons=(
+            *why_design,
+            *_reasons(design, problem, target, found, refused, choice),
+            *why_group,
+        ),
+        quantizer=_quantizer(design, problem, target, choice),
         problem=problem,
     )
 
@@ -321,35 +374,165 @@ class _Candidate:
         return (self.cost, -c.tile_m * c.tile_n, -c.main_stages, c.lora_stages)
 
 
-def _design(problem: Problem, target: Target, kernel: str | None) -> Design:
+def _design(
+    problem: Problem, target: Target, kernel: str | None, forced: dict[str, int]
+) -> tuple[Design, tuple[str, ...]]:
+    """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
-    name = kernel if kernel is not None else _DEFAULT_KERNEL.get(target.cc)
-    if name is None:
-        raise NotImplementedError(
-            f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; {way_out}"
-        )
-    design = budget.DESIGNS.get(name)
+    if kernel is None:
+        names = _DEFAULT_KERNELS.get(target.cc)
+        if names is None:
+            raise NotImplementedError(
+                f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; {way_out}"
+            )
+        if len(names) == 1:
+            return _checked(problem, budget.DESIGNS[names[0]], target, way_out), ()
+        first, last = names
+        why = _why_not_v2(problem, target, forced)
+        if why is None:
+            return budget.DESIGNS[first], ()
+        return budget.DESIGNS[last], (f"kernel {last} instead of {first}: {why}",)
+    design = budget.DESIGNS.get(kernel)
     if design is None:
         raise ValueError(
-            f"jax_w4a4.plan: unknown kernel {name!r}; expected one of {', '.join(budget.DESIGNS)}"
+            f"jax_w4a4.plan: unknown kernel {kernel!r}; expected one of {', '.join(budget.DESIGNS)}"
         )
     if target.cc not in design.ccs:
         raise ValueError(
-            f"jax_w4a4.plan: kernel {name} is made for "
+            f"jax_w4a4.plan: kernel {kernel} is made for "
             f"{', '.join(f'sm_{cc}' for cc in sorted(design.ccs))}, not for {target.name}"
         )
-    if design.name != "sm90_v1":
-        if problem.format == "int4":
+    return _checked(problem, design, target, way_out), ()
+
+
+def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
+    if design.name == "sm90_v1":
+        return design
+    if design.name == "sm90_v2":
+        why = _v2_lacks(problem)
+        if why is not None:
             raise NotImplementedError(
-                f"jax_w4a4.plan: {design.name} has no int4 path ({target.name} has no 4-bit "
-                f"integer MMA); {way_out}, or a weight in nvfp4 or mxfp4"
+                f"jax_w4a4.plan: kernel sm90_v2 cannot take this problem: {why}; plan with "
+                f"kernel=None, which takes sm90_v1 here, or {way_out}"
             )
-        if problem.rank and budget.ITEMSIZE[problem.lora_dtype] != 2:
-            raise NotImplementedError(
-                f"jax_w4a4.plan: {design.name} takes lora_up in bfloat16 or float16, got "
-                f"{problem.lora_dtype}; cast lora_up, or {way_out}"
-            )
+        return design
+    if problem.format == "int4":
+        raise NotImplementedError(
+            f"jax_w4a4.plan: {design.name} has no int4 path ({target.name} has no 4-bit "
+            f"integer MMA); {way_out}, or a weight in nvfp4 or mxfp4"
+        )
+    if problem.rank and budget.ITEMSIZE[problem.lora_dtype] != 2:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: {design.name} takes lora_up in bfloat16 or float16, got "
+            f"{problem.lora_dtype}; cast lora_up, or {way_out}"
+        )
     return design
+
+
+def _v2_lacks(problem: Problem) -> str | None:
+    """What sm90_v2 has no code for, None if it can run the problem."""
+    if problem.format == "int4":
+        return "int4 is not built yet"
+    if problem.out_dtype != "bfloat16":
+        return f"the result is {problem.out_dtype}, it stores bfloat16 only"
+    if problem.rank and problem.lora_dtype != "bfloat16":
+        return f"lora_up is {problem.lora_dtype}, its low-rank MMA takes bfloat16"
+    if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
+        return f"rank {problem.rank} is not a multiple of 16 up to {_V2_MOST_RANK}"
+    return None
+
+
+def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
+    """Why sm90_v2 is not chosen by itself, None if it is."""
+    if problem.n == 0:
+        return "an activation that is quantized on its own has the public layout"
+    lacks = _v2_lacks(problem)
+    if lacks is not None:
+        return lacks
+    if problem.m is not None and problem.m < _V2_LEAST_M:
+        return f"{problem.m} rows, it is made for {_V2_LEAST_M} and more"
+    design = budget.DESIGNS["sm90_v2"]
+    try:
+        tiles = _tiles(design, forced)
+    except ValueError as error:
+        return str(error).removeprefix("jax_w4a4.plan: ")
+    step = design.tile_k[problem.format]
+    fits = [_fit(design, problem, target, Config(*t[:2], step, t[2], 0, 0, 0), {}) for t in tiles]
+    if all(isinstance(fit, str) for fit in fits):
+        return f"no tile of it fits {target.smem_bytes} B of shared memory"
+    return None
+
+
+def _quantizer(
+    design: Design, problem: Problem, target: Target, forced: dict[str, int]
+) -> QuantizerPlan:
+    """The activation quantizer's launch, with the reason where there is a choice."""
+    asked = forced.get("quantizer")
+    if asked not in (None, 1, 2):
+        raise ValueError(f"jax_w4a4.plan: forced quantizer is {asked}; expected 1 or 2")
+    if not design.private_layout:
+        if asked == 2:
+            raise ValueError(
+                f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
+            )
+        return budget.quantizer_v1(problem)
+    fused = _fused_quantizer(problem, target)
+    if isinstance(fused, QuantizerPlan) and asked != 1:
+        tokens = f"{_ctas(fused.cluster)} to {fused.rows} tokens"
+        return dataclasses.replace(
+            fused, why=f"fused quantizer: one read of x, straight into the gemm's layout, {tokens}"
+        )
+    if asked == 2:
+        raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {fused}")
+    why = "forced by the caller" if isinstance(fused, QuantizerPlan) else fused
+    return dataclasses.replace(
+        budget.quantizer_v1(problem),
+        why=f"quantizer of the public layout, then a pass into the gemm's: {why}",
+    )
+
+
+def _fused_quantizer(problem: Problem, target: Target) -> QuantizerPlan | str:
+    """The fused quantizer's launch, or why there is none."""
+    k = problem.k or problem.k_pad
+    if problem.format != "mxfp4":
+        return f"the fused one is built for mxfp4, not for {problem.format}"
+    if problem.x_dtype != "bfloat16":
+        return f"the fused one reads bfloat16, x is {problem.x_dtype}"
+    if k % 8:
+        return f"the fused one copies rows of whole 16 bytes, K is {k}"
+    if problem.rank and problem.lora_smoothed:
+        return "the fused one feeds LoRA-down with x before smoothing"
+    m = SYMBOLIC_M if problem.m is None else problem.m
+    # Measured with 64 tokens per cluster: 4 CTAs are best at K = 3840, 8 at K >= 10240. Few tokens
+    # need the wider split to fill the chip; a short K leaves nothing to split.
+    wide = k > 5120 or -(-m // 64) * 4 < target.sm_count
+    most = 1 << (-(-k // 128)).bit_length() - 1
+    for cluster in dict.fromkeys((min(8 if wide else 4, most), min(8, most))):
+        for stages in (3, 2):
+            plan = budget.quantizer_v2(problem, cluster, stages)
+            if plan.smem_bytes <= target.smem_bytes:
+                return plan
+    return f"the fused one keeps a slice of K in shared memory, K = {k} is too long"
+
+
+def _group_m(
+    design: Design, problem: Problem, best: Config, forced: dict[str, int]
+) -> tuple[int, tuple[str, ...]]:
+    """m tiles per sweep over n."""
+    if not design.private_layout:
+        if "group_m" in forced:
+            raise ValueError(f"jax_w4a4.plan: {design.name} has no group_m")
+        return 0, ()
+    if "group_m" in forced:
+        return max(1, forced["group_m"]), ("group_m forced by the caller",)
+    if problem.m is None:
+        return _V2_GROUP_M, ()
+    tiles = max(1, -(-problem.m // best.tile_m))
+    groups = -(-tiles // _V2_GROUP_M)
+    return -(-tiles // groups), (
+        f"{_count(groups, 'group')} of up to {_count(-(-tiles // groups), 'm tile')}: a group's "
+        "activations stay in L2 while the weights pass by once",
+    )
 
 
 def _tiles(design: Design, forced: dict[str, int]) -> list[tuple[int, int, int]]:
@@ -375,10 +558,10 @@ def _lora_choices(design: Design, problem: Problem, forced: dict[str, int]) -> t
     asked = forced.get("lora_stages")
     if asked is None:
         return design.lora_choices
-    if not design.persistent and asked not in design.lora_choices:
+    if len(design.lora_choices) == 1 and design.code and asked not in design.lora_choices:
         raise ValueError(
-            f"jax_w4a4.plan: {design.name} has {design.lora_choices[0]} LoRA stage at rank "
-            f"{problem.rank}, got lora_stages={asked}"
+            f"jax_w4a4.plan: {design.name} has {_count(design.lora_choices[0], 'LoRA stage')} at "
+            f"rank {problem.rank}, got lora_stages={asked}"
         )
     return (asked,)
 
@@ -387,7 +570,7 @@ def _place(
     design: Design, problem: Problem, target: Target, config: Config
 ) -> tuple[tuple[Row, ...], tuple[Region, ...], int]:
     rows = design.rows(problem, target, config)
-    regions, smem = budget.layout(rows, config.cluster, design.align)
+    regions, smem = budget.layout(rows, config.cluster, design.align, design.interleaved)
     return rows, regions, smem
 
 
@@ -402,6 +585,8 @@ def _fit(
     store = forced.get("store_stages", design.min_store_stages)
     if store and not design.min_store_stages:
         return f"{store} store stages forced, {design.name} stores from registers"
+    if design.private_layout and store != design.min_store_stages:
+        return f"{store} store stages forced, {design.name} has {design.min_store_stages}"
     config = dataclasses.replace(config, store_stages=store)
 
     def smem(**changes: int) -> int:
@@ -435,6 +620,8 @@ def _fit(
 
 def _cost(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """What the planner minimises. Comparable only between configurations of one design."""
+    if design.name == "sm90_v2":
+        return _v2_seconds(problem, target, config)
     if not design.persistent:
         if problem.m is None:
             return abs(config.tile_m - 64)
@@ -470,6 +657,25 @@ def _seconds(design: Design, problem: Problem, target: Target, config: Config) -
     return max(
         where.waves * tile, budget.gemm_traffic(problem, m).total_bytes / target.hbm_bytes_per_s
     )
+
+
+def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
+    """Wave model of sm90_v2, floored by DRAM traffic; constants and their source above.
+
+    A step takes at least the share of the load latency that the ring leaves exposed. L2 traffic
+    has no term: one CTA and a pair with half the activation reads measured the same.
+    """
+    m = SYMBOLIC_M if problem.m is None else problem.m
+    where = schedule(m, problem.n, config.tile_m, config.tile_n, config.cluster, target)
+    columns = config.tile_m + _V2_FIXED_ROWS[problem.format]
+    exposed = _LOAD_LATENCY_S / config.main_stages if config.main_stages else math.inf
+    step = max(columns * _V2_COLUMN_S[problem.format], exposed)
+    ranks = max(config.tile_m * _V2_RANK_S, exposed)
+    tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
+    if problem.rank:
+        tile += budget.lora_steps(problem, 64) * ranks
+    moved = budget.gemm_traffic(problem, m, private=True).total_bytes
+    return max(where.waves * tile, moved / target.hbm_bytes_per_s)
 
 
 def _reasons(
@@ -549,6 +755,8 @@ def _why_main(
     name = _count(best.main_stages, "main stage")
     if "main_stages" in forced:
         return f"{name}: forced by the caller"
+    if design.max_main_stages == best.main_stages and design.grow_main:
+        return f"{name}: the most that the kernel takes"
     if design.max_main_stages == best.main_stages:
         left = target.smem_bytes - smem()
         return f"{name}: the design double-buffers; {left} of {target.smem_bytes} B stay unused"
@@ -569,25 +777,26 @@ def _why_lora(
         return "no LoRA buffers: rank 0"
     if not design.persistent:
         return "LoRA operands lie over the main stages after the K loop and cost no bytes"
-    name = _lora_name(problem, best)
+    name = _lora_name(design, problem, best)
     if "lora_stages" in forced:
         return f"{name}: forced by the caller"
     others = [c for c in found[1:] if c.config.tile() == best.tile()]
+    if len(design.lora_choices) == 1:
+        return f"{name}: it costs no main stage"
     if not others:
         return f"{name}: the only LoRA staging of this design that fits"
     return f"{name}: {found[0].cost * 1e6:.1f} us computed; " + ", ".join(
-        f"{_lora_name(problem, c.config)} would leave "
+        f"{_lora_name(design, problem, c.config)} would leave "
         f"{_count(c.config.main_stages, 'main stage')} and take {c.cost * 1e6:.1f} us"
         for c in others
     )
 
 
-def _lora_name(problem: Problem, config: Config) -> str:
+def _lora_name(design: Design, problem: Problem, config: Config) -> str:
     if config.lora_stages:
         return _count(config.lora_stages, "dedicated LoRA stage")
-    return (
-        f"LoRA streamed through the main ring ({_count(budget.lora_steps(problem), 'extra step')})"
-    )
+    steps = budget.lora_steps(problem, design.lora_row_bytes)
+    return f"LoRA streamed through the main ring ({_count(steps, 'extra step')})"
 
 
 def _why_store(
@@ -602,6 +811,8 @@ def _why_store(
     name = _count(best.store_stages, "store stage")
     if "store_stages" in forced:
         return f"{name}: forced by the caller"
+    if not design.grow_store:
+        return f"{name}: a whole tile, stored while the next K loop runs"
     one_more = smem(store_stages=best.store_stages + 1) - smem()
     return (
         f"{name}: at least {design.min_store_stages}, then what the main ring leaves; one more "

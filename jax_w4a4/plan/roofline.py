@@ -54,14 +54,20 @@ class Launch:
 def gemm(kernel: str, problem: Problem, m: int, target: Target, schedule: Schedule) -> Launch:
     """Bounds of the gemm of ``m`` rows by the kernel design ``kernel``."""
     design = budget.DESIGNS[kernel]
-    traffic = budget.gemm_traffic(problem, m)
-    return _launch(traffic, (design.main_peak, design.up_peak), target, schedule.fill)
+    traffic = budget.gemm_traffic(problem, m, design.private_layout)
+    main_peak = design.main_peak[problem.format]
+    return _launch(traffic, (main_peak, design.up_peak), target, schedule.fill)
 
 
-def quantizer(kernel: str, problem: Problem, m: int, target: Target) -> Launch:
-    """Bounds of the activation quantizer that runs before the kernel design ``kernel``."""
+def quantizer(
+    kernel: str, problem: Problem, m: int, target: Target, private: bool = False
+) -> Launch:
+    """Bounds of the activation quantizer that runs before the kernel design ``kernel``.
+
+    ``private``: it writes the layout of that kernel, not the public one.
+    """
     design = budget.DESIGNS[kernel]
-    traffic = budget.quantizer_traffic(problem, m)
+    traffic = budget.quantizer_traffic(problem, m, private)
     return _launch(traffic, (design.down_peak,), target, 1.0)
 
 

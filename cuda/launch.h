@@ -1,0 +1,37 @@
+// What the launch functions share.
+#ifndef JAX_W4A4_CUDA_LAUNCH_H_
+#define JAX_W4A4_CUDA_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace jax_w4a4 {
+
+// Raises a kernel's dynamic shared-memory limit on `device`, the current one, if
+// it is lower; never lowers what another thread has set. Returns a cudaError_t.
+inline int RaiseSmemLimit(const void* kernel, int device, int bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> limits;
+  std::lock_guard<std::mutex> lock(mutex);
+  int& limit = limits[{kernel, device}];
+  if (limit >= bytes) return cudaSuccess;
+  const int code = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (code == cudaSuccess) limit = bytes;
+  return code;
+}
+
+inline cudaLaunchAttribute ClusterAttribute(int cluster) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
+}  // namespace jax_w4a4
+
+#endif  // JAX_W4A4_CUDA_LAUNCH_H_

@@ -1,0 +1,99 @@
+// Register expansion of 4-bit weights into wgmma A fragments, straight from the public layout.
+//
+// Public layout: packed (N, K/2), byte = odd k << 4 | even k, so a 32-bit word holds eight
+// consecutive k, lowest nibble first. A thread reads 16 (8) contiguous bytes per row and stage and so
+// owns one whole scale block: lane q of a quad holds k = 32 q .. 32 q + 31 of a 128-k stage (16-bit
+// MMA: k = 16 q .. 16 q + 15 of a 64-k stage). wgmma wants lane q to hold other k's; the difference is
+// a fixed permutation of k inside the stage, which the activation quantizer applies to its output:
+//   8-bit fragments, position 32 s + 16 h + 4 q + j  <-  k = 32 q + 8 s + 4 h + j
+//   16-bit fragments, position 16 s + 8 h + 2 q + j  <-  k = 16 q + 8 (s / 2) + 2 (s % 2) + h + 4 j
+// (s = k-step, h = half of the step, j = byte or half-word of a fragment register.)
+#pragma once
+
+#include <cstdint>
+
+#include "sm90_ptx.cuh"
+
+namespace jax_w4a4::sm90 {
+
+// Eight e5m2 bytes: the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 times one power of two.
+struct FoldTable {
+  uint32_t lo;
+  uint32_t hi;
+};
+
+// Binades that the fold spans: blocks up to this far below their row's largest exponent are exact.
+constexpr int kFoldSpan = 26;
+// value = e2m1 * 2^(offset - kFoldBias) for offset 0..kFoldSpan.
+constexpr int kFoldBias = 13;
+
+// Builds a block's table from its e8m0 byte; offset = byte - base = byte - (row's largest - span), so
+// never above kFoldSpan. Every non-zero magnitude stays an e5m2 normal number, so the exponent is
+// added to all table bytes at once; byte 0 (zero) is left alone. Negative offsets flush: such a block
+// is more than 26 binades under the row's largest. Byte 0 means a scale of zero and always flushes.
+class E8m0RowFold {
+ public:
+  __device__ __forceinline__ explicit E8m0RowFold(int base)
+      : base_(base > 1 ? base : 1),
+        lo_(0x0A080400u - base * 0x04040400u),
+        hi_(0x12100E0Cu - base * 0x04040404u) {}
+
+  __device__ __forceinline__ FoldTable block(uint32_t scale) const {
+    const bool flushed = static_cast<int>(scale) < base_;
+    return {flushed ? 0u : scale * 0x04040400u + lo_, flushed ? 0u : scale * 0x04040404u + hi_};
+  }
+
+ private:
+  int base_;
+  uint32_t lo_, hi_;
+};
+
+// Eight e2m1 codes to two fragment registers, 9 instructions. A prepared (sign-sorted) layout would
+// need 7; here two byte permutes move the sign of nibble i of each half to bit 8 i + 7.
+__device__ __forceinline__ void expand_e2m1_e5m2(uint32_t word, FoldTable table, uint32_t& half0,
+                                                 uint32_t& half1) {
+  uint32_t magnitude;
+  // Opaque, or the compiler masks the two halves separately.
+  asm("and.b32 %0, %1, 0x77777777;" : "=r"(magnitude) : "r"(word));
+  const uint32_t shifted = word << 4;
+  const uint32_t sign0 = prmt(word, shifted, 0x1504);
+  const uint32_t sign1 = prmt(word, shifted, 0x3726);
+  half0 = prmt(table.lo, table.hi, magnitude) | (sign0 & 0x80808080u);
+  half1 = prmt(table.lo, table.hi, magnitude >> 16) | (sign1 & 0x80808080u);
+}
+
+// ---- 16-bit MMA ----
+
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Powers of two that the 16-bit expansion leaves in its products: value = e2m1 * e4m3 * 2^-8.
+constexpr float kBf16Undo = 256.0f;
+
+// A block's e4m3 scale as two bf16 copies of scale * 2^118. Shifted into place an e4m3 is its value
+// times 2^-120, subnormals included; 2^238 takes two multiplications. NaN (0x7F, 0xFF) comes out as
+// +-480: rows that hold one are flagged through their RowInputs.
+class E4m3RowFold {
+ public:
+  __device__ __forceinline__ explicit E4m3RowFold(int) {}
+
+  __device__ __forceinline__ uint32_t block(uint32_t scale) const {
+    const uint32_t pair = scale * 0x00010001u;
+    const uint32_t placed = (pair << 4 & 0x07F007F0u) | (pair << 8 & 0x80008000u);
+    return multiply_bf16x2(multiply_bf16x2(placed, 0x7B807B80u), 0x7A807A80u);
+  }
+};
+
+// Nibbles kFirst and kFirst + 4 of a word to a bf16 pair times the block's multiplier. The nibble's
+// eem lands on bits 8..6 of a bf16, where it means e2m1 * 2^-126, zero and one half included.
+template <int kFirst>
+__device__ __forceinline__ uint32_t expand_e2m1_bf16(uint32_t word, uint32_t multiplier) {
+  const uint32_t magnitude = kFirst < 2 ? word << (6 - 4 * kFirst) : word >> (4 * kFirst - 6);
+  const uint32_t sign = word << (12 - 4 * kFirst);
+  return multiply_bf16x2((magnitude & 0x01C001C0u) | (sign & 0x80008000u), multiplier);
+}
+
+}  // namespace jax_w4a4::sm90

@@ -1,0 +1,167 @@
+// Host side of GEMM v2: tensor maps, grid, launch.
+#include "sm90_gemm_v2.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "launch.h"
+#include "sm90_gemm_v2.cuh"
+#include "sm90_gemm_v2_tiles.h"  // written by CMake
+#include "tensor_map.h"
+
+namespace jax_w4a4 {
+namespace sm90 {
+// One per compiled tile, in files that CMake writes with this list.
+#define W4A4_TILE(tile_m) \
+  const void* gemm_v2_kernel_##tile_m(Format format, int cluster);
+W4A4_GEMM_V2_TILES
+#undef W4A4_TILE
+}  // namespace sm90
+
+static_assert(sm90::kTileN == kGemmV2TileN);
+static_assert(sm90::kGemmThreads == kGemmV2Threads);
+static_assert(sm90::kTokenStages == kGemmV2TokenStages);
+static_assert(sm90::kRowBytes == kGemmV2RowBytes);
+static_assert(sm90::kLoraRowBytes == kGemmV2RankBytes);
+static_assert(sizeof(sm90::RowInputs) == kGemmV2RowInputBytes);
+static_assert(sm90::MxFp4<sm90::MmaKind::kE5m2E5m2>::kStageK ==
+              GemmV2TileK(Format::kMxfp4));
+static_assert(sm90::NvFp4::kStageK == GemmV2TileK(Format::kNvfp4));
+
+const void* GemmV2Kernel(Format format, int tile_m, int cluster) {
+  switch (tile_m) {
+#define W4A4_TILE(tile_m) \
+  case tile_m:            \
+    return sm90::gemm_v2_kernel_##tile_m(format, cluster);
+    W4A4_GEMM_V2_TILES
+#undef W4A4_TILE
+  }
+  return nullptr;
+}
+
+namespace {
+
+int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// How many clusters run at once; asked once per kernel and device. Registers allow
+// one CTA per SM, so less shared memory than `smem_bytes` never fits more.
+int GetClusters(const void* kernel, int cluster, int smem_bytes, int device,
+                int* clusters) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> table;
+  std::lock_guard<std::mutex> lock(mutex);
+  int& known = table[{kernel, device}];
+  if (known == 0) {
+    cudaLaunchAttribute attribute = ClusterAttribute(cluster);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(kGemmV2Threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (int code = cudaOccupancyMaxActiveClusters(&known, kernel, &config);
+        code != cudaSuccess) {
+      return code;
+    }
+  }
+  *clusters = known;
+  return known > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
+                          const GemmV2Params& p, bool dependent, int device,
+                          cudaStream_t stream) {
+  const void* kernel = GemmV2Kernel(format, tile_m, cluster);
+  if (kernel == nullptr) return {cudaErrorInvalidDeviceFunction, nullptr, 0};
+  int clusters = 0;
+  if (int code = RaiseSmemLimit(kernel, device, p.smem.total_bytes);
+      code != cudaSuccess) {
+    return {code, nullptr, 0};
+  }
+  if (int code = GetClusters(kernel, cluster, p.smem.total_bytes, device,
+                             &clusters);
+      code != cudaSuccess) {
+    return {code, nullptr, 0};
+  }
+
+  const int stage_k = GemmV2TileK(format);
+  sm90::GemmV2Args a = {};
+  a.weight_scales = static_cast<const uint8_t*>(p.weight_scale);
+  a.token_scale = p.token_scale;
+  a.rows = static_cast<const sm90::RowInputs*>(p.rows);
+  a.y = static_cast<__nv_bfloat16*>(p.out);
+  a.m = static_cast<int>(p.m);
+  a.n = static_cast<int>(p.n);
+  a.k_blocks = CeilDiv(p.k_pad, stage_k);
+  a.scale_blocks = p.k_pad / (format == Format::kMxfp4 ? 32 : 16);
+  a.lora_chunks = CeilDiv(p.rank, sm90::kLoraRanks);
+  a.m_tiles = CeilDiv(p.m, tile_m);
+  a.n_tiles = CeilDiv(p.n, cluster * kGemmV2TileN);
+  a.group_m = std::min(p.group_m, a.m_tiles);
+  a.tma_store = p.n % 8 == 0;
+  a.stages = p.stages;
+  a.stage_bytes = p.smem.stage_bytes;
+  a.off_weight = p.smem.weight;
+  a.off_lora_up = p.smem.lora_up;
+  a.off_store = p.smem.store;
+  a.off_token = p.smem.token;
+  a.off_barriers = p.smem.barriers;
+
+  // Each CTA of a pair loads a share of the tokens in whole swizzle atoms; must
+  // agree with TokenHalf in sm90_gemm_v2.cuh.
+  const int first = cluster == 1 ? tile_m : CeilDiv(tile_m / 2, 8) * 8;
+  const int share[2] = {first, cluster == 1 ? first : tile_m - first};
+  const auto u8 = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const auto bf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto swizzle_128 = CU_TENSOR_MAP_SWIZZLE_128B;
+  const auto swizzle_64 = CU_TENSOR_MAP_SWIZZLE_64B;
+  const int width = GemmV2ElementBytes(format);
+  const Matrix act = {p.act, p.m, int64_t{a.k_blocks} * stage_k,
+                      width == 1 ? u8 : bf16, width};
+  TensorMaps maps;
+  maps.Encode("packed", &a.weight, {p.weight, p.n, p.k_pad / 2, u8, 1},
+              kGemmV2TileN, stage_k / 2, CU_TENSOR_MAP_SWIZZLE_NONE);
+  for (int i = 0; i < 2; ++i) {
+    maps.Encode("activation", &a.act[i], act, share[i], stage_k, swizzle_128);
+  }
+  if (p.rank > 0) {
+    maps.Encode("lora_up", &a.lora_up, {p.lora_up, p.n, p.rank, bf16, 2},
+                kGemmV2TileN, sm90::kLoraRanks, swizzle_64);
+    for (int i = 0; i < 2; ++i) {
+      maps.Encode("lora_act", &a.lora_act[i],
+                  {p.lora_act, p.m, p.rank, bf16, 2}, share[i],
+                  sm90::kLoraRanks, swizzle_64);
+    }
+  }
+  if (a.tma_store) {
+    maps.Encode("result", &a.out, {p.out, p.m, p.n, bf16, 2}, tile_m, 64,
+                swizzle_128);
+  }
+  if (maps.refused() != nullptr) {
+    return {cudaErrorInvalidValue, maps.refused(), 0};
+  }
+
+  const int64_t tiles = int64_t{a.m_tiles} * a.n_tiles;
+  clusters = static_cast<int>(std::min<int64_t>(clusters, tiles));
+  cudaLaunchAttribute attributes[2] = {ClusterAttribute(cluster), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(clusters * cluster);
+  config.blockDim = dim3(kGemmV2Threads);
+  config.dynamicSmemBytes = p.smem.total_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  void* args[] = {&a};
+  return {cudaLaunchKernelExC(&config, kernel, args), nullptr,
+          clusters * cluster};
+}
+
+}  // namespace jax_w4a4

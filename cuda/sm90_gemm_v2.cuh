@@ -1,0 +1,474 @@
+// Prefill GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias.
+//
+// Persistent, warp-specialised: warpgroup 0 loads, warpgroups 1 and 2 each own 64 weight rows of a
+// 128 x kTileM tile of Y^T and never wait for each other, so one's epilogue runs under the other's
+// MMAs. Weights are staged as raw 4-bit bytes and expanded in registers right before the MMA
+// (sm90_expand.cuh). A cluster of two CTAs takes two neighbouring weight tiles of the same tokens;
+// each loads half of the activations and multicasts it, which halves L2 traffic but no footprint.
+// The low-rank branch streams through the same ring slots as 32-rank chunks after the K blocks.
+//
+// Shared memory per CTA (bytes), every offset and count given by the plan:
+//   main ring   stages x (kTileM x 128 activations, then 128 x 64 weights); a low-rank chunk puts
+//               kTileM x 64 (lora_act) and 128 x 64 (lora_up) in the same slot
+//   store slab  2 warpgroups x kTileM x 128
+//   token ring  2 x kTileM x 4
+//   barriers    16 x (stages + 2)
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "sm90_expand.cuh"
+#include "sm90_pipeline.cuh"
+#include "sm90_ptx.cuh"
+#include "sm90_row_inputs.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace jax_w4a4::sm90 {
+
+constexpr int kTileN = 128;
+constexpr int kRowBytes = 128;           // activation bytes per token and stage
+constexpr int kLoraRanks = 32;           // ranks per low-rank chunk
+constexpr int kLoraRowBytes = 64;        // kLoraRanks bf16
+constexpr int kTokenStages = 2;
+constexpr int kConsumerWarps = 8;
+constexpr int kGemmThreads = 384;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+struct GemmV2Args {
+  CUtensorMap weight;        // packed (N, K/2) bytes, box 64 x 128, no swizzle
+  CUtensorMap act[2];        // (M, K128) bytes, box 128 x half of the tile, 128-byte swizzle
+  CUtensorMap lora_up;       // (N, R) bf16, box 32 x 128, 64-byte swizzle
+  CUtensorMap lora_act[2];   // (M, R) bf16, box 32 x half of the tile, 64-byte swizzle
+  CUtensorMap out;           // (M, N) bf16, box 64 x tile, 128-byte swizzle
+  const uint8_t* weight_scales;  // (N, scale_blocks)
+  const float* token_scale;      // (M rounded up to the tile)
+  const RowInputs* rows;         // (N)
+  __nv_bfloat16* y;
+  int m, n;
+  int k_blocks;      // stages of K per tile
+  int scale_blocks;  // block scales per weight row
+  int lora_chunks;
+  int m_tiles, n_tiles;  // n_tiles counts cluster-wide tiles: kCluster x 128 rows
+  int group_m;           // m tiles that share one sweep over n
+  int tma_store;         // 0: N * 2 is no multiple of 16, rows are stored by the threads
+  // From the plan.
+  int stages;
+  int stage_bytes;
+  int off_weight, off_lora_up;  // inside a stage; activations and lora_act start it
+  int off_store, off_token, off_barriers;
+};
+
+struct Tile {
+  int m0;
+  int n0;
+};
+
+// Tiles in launch order: m fastest inside a group of group_m m-tiles, so that the clusters of one
+// wave share few weight rows (each read once from HBM) and the group's activations stay in L2.
+__device__ __forceinline__ Tile tile_at(const GemmV2Args& args, int index, int tile_m,
+                                        int cluster_n, int rank) {
+  const int group_tiles = args.group_m * args.n_tiles;
+  const int group = index / group_tiles;
+  const int first_m = group * args.group_m;
+  const int height = min(args.group_m, args.m_tiles - first_m);
+  const int rest = index - group * group_tiles;
+  const int n = rest / height;
+  return {(first_m + rest - n * height) * tile_m, n * cluster_n + rank * kTileN};
+}
+
+// The part of a tile's tokens that CTA `rank` of a cluster loads, whole 8-row swizzle atoms.
+template <int kTileM, int kCluster>
+struct TokenHalf {
+  static constexpr int kFirst = kCluster == 1 ? kTileM : (kTileM / 2 + 7) / 8 * 8;
+  static __device__ __forceinline__ int begin(int rank) { return rank == 0 ? 0 : kFirst; }
+};
+
+// ---- roles ----
+
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void load_token_box(const CUtensorMap* maps, uint32_t dst,
+                                               uint32_t row_bytes, uint32_t barrier, int inner,
+                                               int m0, int rank) {
+  const int begin = TokenHalf<kTileM, kCluster>::begin(rank);
+  if constexpr (kCluster == 1) {
+    tma_load_2d(dst, &maps[0], barrier, inner, m0);
+  } else {
+    tma_load_2d_multicast(dst + begin * row_bytes, &maps[rank], barrier, inner, m0 + begin,
+                          static_cast<uint16_t>((1 << kCluster) - 1));
+  }
+}
+
+// One thread per CTA feeds both rings for every tile of its cluster.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring main, Ring tokens,
+                                     int cluster, int clusters, int rank) {
+  constexpr uint32_t kBlockBytes = kTileM * kRowBytes + kTileN * Format::kWeightBytes;
+  constexpr uint32_t kChunkBytes = kTileM * kLoraRowBytes + kTileN * kLoraRowBytes;
+  RingState stage;
+  RingState token;
+  const int tiles = args.m_tiles * args.n_tiles;
+  for (int index = cluster; index < tiles; index += clusters) {
+    const Tile tile = tile_at(args, index, kTileM, kCluster * kTileN, rank);
+
+    if constexpr (Format::kTokenScale) {
+      const uint32_t token_full = tokens.acquire(token, kTileM * 4);
+      bulk_load(smem + args.off_token + token.slot * kTileM * 4, args.token_scale + tile.m0,
+                kTileM * 4, token_full);
+      tokens.advance(token);
+    }
+
+    for (int kb = 0; kb < args.k_blocks; ++kb) {
+      const uint32_t full = main.acquire(stage, kBlockBytes);
+      const uint32_t slot = smem + stage.slot * args.stage_bytes;
+      tma_load_2d(slot + args.off_weight, &args.weight, full, kb * Format::kWeightBytes, tile.n0);
+      load_token_box<Format, kTileM, kCluster>(args.act, slot, kRowBytes, full,
+                                               kb * Format::kStageK, tile.m0, rank);
+      main.advance(stage);
+    }
+    for (int chunk = 0; chunk < args.lora_chunks; ++chunk) {
+      const uint32_t full = main.acquire(stage, kChunkBytes);
+      const uint32_t slot = smem + stage.slot * args.stage_bytes;
+      tma_load_2d(slot + args.off_lora_up, &args.lora_up, full, chunk * kLoraRanks, tile.n0);
+      load_token_box<Format, kTileM, kCluster>(args.lora_act, slot, kLoraRowBytes, full,
+                                               chunk * kLoraRanks, tile.m0, rank);
+      main.advance(stage);
+    }
+  }
+}
+
+// What a thread knows about one of its two weight rows (g and g + 8) of a tile.
+struct Row {
+  RowInputs inputs;
+  const uint8_t* scales;  // this lane's scale byte of the next stage
+  uint32_t scale;         // its value for the stage about to be expanded
+};
+
+// Reads a scale byte and steps to the next stage. Past the last scale the old value stays: the codes
+// there are zero (the copy engine fills them in), so any scale will do.
+__device__ __forceinline__ void next_scale(Row& row, bool inside, int step) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p ld.global.nc.u8 %0, [%1];\n"
+      "}\n"
+      : "+r"(row.scale)
+      : "l"(row.scales), "r"(static_cast<uint32_t>(inside)));
+  row.scales += step;
+}
+
+template <class Format>
+__device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q) {
+  const int r = min(index, args.n - 1);  // rows past N compute, but are never stored
+  const int4 raw = __ldg(reinterpret_cast<const int4*>(args.rows + r));
+  Row row;
+  row.inputs = {__int_as_float(raw.x), __int_as_float(raw.y), __int_as_float(raw.z), raw.w};
+  row.scales = args.weight_scales + static_cast<int64_t>(r) * args.scale_blocks + q;
+  row.scale = 0;
+  next_scale(row, q < args.scale_blocks, Format::kStageScales);
+  return row;
+}
+
+// The K loop of one tile: expand, MMA, release. Leaves the last stage's MMAs in flight.
+// Four fragment buffers and two MMAs in flight: a stage's MMAs are known to be complete one k-step
+// into the next stage plus the wait, which is where its slot is released.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const Ring& main,
+                                    RingState& stage, float (&acc)[kTileM / 2], Row (&rows)[2],
+                                    uint32_t thread_weight, int q, uint32_t lane) {
+  uint32_t a[4][4];
+  const typename Format::RowFold fold0(rows[0].inputs.base);
+  const typename Format::RowFold fold1(rows[1].inputs.base);
+  const int scales_left = args.scale_blocks - q;
+  int previous = 0;
+  for (int kb = 0; kb < args.k_blocks; ++kb) {
+    const auto block0 = fold0.block(rows[0].scale);
+    const auto block1 = fold1.block(rows[1].scale);
+    const bool inside = (kb + 1) * Format::kStageScales < scales_left;
+    next_scale(rows[0], inside, Format::kStageScales);
+    next_scale(rows[1], inside, Format::kStageScales);
+
+    main.wait_full(stage);
+    const uint32_t slot = smem + stage.slot * args.stage_bytes;
+    const uint32_t weight = slot + thread_weight;
+    const auto packed0 = Format::load_packed(weight);
+    const auto packed1 = Format::load_packed(weight + 8 * Format::kWeightBytes);
+    const uint64_t act = matrix_descriptor<kRowBytes>(slot);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      Format::expand(packed0, s, block0, a[s][0], a[s][2]);
+      Format::expand(packed1, s, block1, a[s][1], a[s][3]);
+      wgmma_fence();
+      // 32 bytes of K per step, in 16-byte descriptor units.
+      Wgmma<kTileM>::template rs<Format::kMma>(acc, a[s], act + 2 * s, s > 0 || kb > 0);
+      wgmma_commit();
+      wgmma_wait<2>();
+      if (s == 1) main.release<kCluster>(previous, lane, kb > 0);
+    }
+    previous = stage.slot;
+    main.advance(stage);
+  }
+}
+
+// Scales the accumulators, then adds the low-rank product with bf16 MMAs into the same registers.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void scale(float (&acc)[kTileM / 2], const Row (&rows)[2],
+                                      uint32_t thread_tokens) {
+#pragma unroll
+  for (int j = 0; j < kTileM / 8; ++j) {
+    float t[2] = {1.0f, 1.0f};
+    if constexpr (Format::kTokenScale) {
+      const uint2 raw = load_shared_v2(thread_tokens + 32 * j);
+      t[0] = __uint_as_float(raw.x);
+      t[1] = __uint_as_float(raw.y);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const RowInputs& row = rows[i / 2].inputs;
+      acc[4 * j + i] = acc[4 * j + i] * row.scale_lo * t[i % 2] * row.scale_hi;
+    }
+  }
+}
+
+template <int kTileM, int kCluster>
+__device__ __forceinline__ void add_low_rank(const GemmV2Args& args, uint32_t smem,
+                                             const Ring& main, RingState& stage,
+                                             float (&acc)[kTileM / 2], int group, uint32_t lane) {
+  int previous = 0;
+  for (int chunk = 0; chunk < args.lora_chunks; ++chunk) {
+    main.wait_full(stage);
+    const uint32_t slot = smem + stage.slot * args.stage_bytes;
+    const uint64_t up = matrix_descriptor<kLoraRowBytes>(slot + args.off_lora_up +
+                                                         group * 64 * kLoraRowBytes);
+    const uint64_t act = matrix_descriptor<kLoraRowBytes>(slot);
+    wgmma_fence();
+    Wgmma<kTileM>::ss_bf16(acc, up, act);
+    Wgmma<kTileM>::ss_bf16(acc, up + 2, act + 2);
+    wgmma_commit();
+    wgmma_wait<1>();
+    main.release<kCluster>(previous, lane, chunk > 0);
+    previous = stage.slot;
+    main.advance(stage);
+  }
+  wgmma_wait<0>();
+  pin(acc);
+  main.release<kCluster>(previous, lane, args.lora_chunks > 0);
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return reinterpret_cast<const uint32_t&>(v);
+}
+
+// Adds the bias, rounds to bf16, transposes into the warpgroup's slab (token rows of 64 features,
+// 128-byte swizzle) and stores it. The slab is one whole tile deep: smaller ones cost more in waits
+// than their space would buy in stages.
+template <int kTileM>
+__device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Tile tile, int group,
+                                      const float (&acc)[kTileM / 2], const Row (&rows)[2],
+                                      int warp, uint32_t lane) {
+  const bool issuer = warp == 0 && lane == 0;
+  const uint32_t barrier = 1 + group;
+  if (issuer) store_wait_read<0>();
+  named_barrier_sync(barrier, 128);
+
+  // Matrix i of a stmatrix: features 16 warp + 8 (i % 2), tokens 8 (j + i / 2); lane l addresses
+  // token row l % 8 of matrix l / 8.
+  const uint32_t token = lane % 8 + lane / 16 * 8;
+  const uint32_t chunk = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+  const uint32_t at = slab + token * 128 + chunk * 16;
+  const float b0 = rows[0].inputs.bias;
+  const float b1 = rows[1].inputs.bias;
+#pragma unroll
+  for (int j = 0; j < kTileM / 8; j += 2) {
+    const uint32_t m0 = pack_bf16(acc[4 * j] + b0, acc[4 * j + 1] + b0);
+    const uint32_t m1 = pack_bf16(acc[4 * j + 2] + b1, acc[4 * j + 3] + b1);
+    if (j + 1 < kTileM / 8) {
+      const uint32_t m2 = pack_bf16(acc[4 * j + 4] + b0, acc[4 * j + 5] + b0);
+      const uint32_t m3 = pack_bf16(acc[4 * j + 6] + b1, acc[4 * j + 7] + b1);
+      stmatrix_x4_trans(at + j * 8 * 128, m0, m1, m2, m3);
+    } else {
+      stmatrix_x2_trans(at + j * 8 * 128, m0, m1);
+    }
+  }
+
+  const int n0 = tile.n0 + group * 64;
+  if (args.tma_store) {
+    fence_async_proxy();
+    named_barrier_sync(barrier, 128);
+    if (issuer) {
+      tma_store_2d(&args.out, slab, n0, tile.m0);
+      store_commit();
+    }
+    return;
+  }
+  named_barrier_sync(barrier, 128);
+  // One token row per warp and step, two features per lane, each checked against N.
+  for (int token_row = warp; token_row < kTileM && tile.m0 + token_row < args.m; token_row += 4) {
+    const uint32_t word = load_shared_u32(slab + token_row * 128 +
+                                          ((lane / 4) ^ (token_row % 8)) * 16 + lane % 4 * 4);
+    const int n = n0 + 2 * lane;
+    __nv_bfloat16* out = args.y + static_cast<int64_t>(tile.m0 + token_row) * args.n + n;
+    if (n < args.n) out[0] = __ushort_as_bfloat16(word & 0xFFFF);
+    if (n + 1 < args.n) out[1] = __ushort_as_bfloat16(word >> 16);
+  }
+}
+
+// A warpgroup computes 64 weight rows x kTileM tokens of every tile of its cluster.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, Ring main,
+                                        Ring tokens, int cluster, int clusters, int rank,
+                                        int group) {
+  const uint32_t lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const int q = lane % 4;
+  const int local_row = group * 64 + warp * 16 + lane / 4;
+  uint32_t thread_weight =
+      args.off_weight + local_row * Format::kWeightBytes + q * (Format::kWeightBytes / 4);
+  asm volatile("" : "+r"(thread_weight));  // or it is recomputed from threadIdx in every stage
+  const uint32_t slab = smem + args.off_store + group * kTileM * 128;
+
+  RingState stage;
+  RingState token;
+  const int tiles = args.m_tiles * args.n_tiles;
+  int index = cluster;
+  if (index >= tiles) return;
+  Tile tile = tile_at(args, index, kTileM, kCluster * kTileN, rank);
+  Row next_rows[2] = {load_row<Format>(args, tile.n0 + local_row, q),
+                      load_row<Format>(args, tile.n0 + local_row + 8, q)};
+  while (true) {
+    Row rows[2] = {next_rows[0], next_rows[1]};
+    float acc[kTileM / 2];
+    mma<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight, q, lane);
+
+    // The next tile's row inputs come from L2: ask before the epilogue, use after it.
+    const int next_index = index + clusters;
+    const bool more = next_index < tiles;
+    Tile next_tile = tile;
+    if (more) {
+      next_tile = tile_at(args, next_index, kTileM, kCluster * kTileN, rank);
+      next_rows[0] = load_row<Format>(args, next_tile.n0 + local_row, q);
+      next_rows[1] = load_row<Format>(args, next_tile.n0 + local_row + 8, q);
+    }
+
+    wgmma_wait<0>();
+    pin(acc);
+    main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);
+
+    if constexpr (Format::kTokenScale) {
+      tokens.wait_full(token);
+    }
+    scale<Format, kTileM, kCluster>(
+        acc, rows, smem + args.off_token + token.slot * kTileM * 4 + q * 8);
+    if constexpr (Format::kTokenScale) {
+      __syncwarp();
+      tokens.release<1>(token.slot, lane);
+      tokens.advance(token);
+    }
+    add_low_rank<kTileM, kCluster>(args, smem, main, stage, acc, group, lane);
+    store<kTileM>(args, slab, tile, group, acc, rows, warp, lane);
+
+    if (!more) break;
+    index = next_index;
+    tile = next_tile;
+  }
+  // The slab must outlive the copy engine's reads.
+  if (warp == 0 && lane == 0) store_wait_read<0>();
+}
+
+template <class Format, int kTileM, int kCluster>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    gemm_v2_kernel(const __grid_constant__ GemmV2Args args) {
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  const uint32_t smem = smem_address(dynamic_smem);
+  const int rank = kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  const int cluster = blockIdx.x / kCluster;
+  const int clusters = gridDim.x / kCluster;
+  const Ring main(smem + args.off_barriers, args.stages);
+  const Ring tokens(smem + args.off_barriers + 16 * args.stages, kTokenStages);
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.weight);
+    prefetch_tensor_map(&args.act[rank]);
+    if (args.tma_store) prefetch_tensor_map(&args.out);
+    main.init(kConsumerWarps * kCluster);
+    tokens.init(kConsumerWarps);
+    fence_mbarrier_init();
+  }
+  // The peer's copies and arrivals may reach this CTA as soon as the peer passes this point.
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  grid_dependency_wait();
+
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    release_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      load<Format, kTileM, kCluster>(args, smem, main, tokens, cluster, clusters, rank);
+    }
+    __syncwarp();
+  } else {
+    claim_registers<kConsumerRegisters>();
+    compute<Format, kTileM, kCluster>(args, smem, main, tokens, cluster, clusters, rank,
+                                      warpgroup - 1);
+    __syncwarp();
+  }
+  // The peer still arrives on this CTA's barriers until its last release.
+  if constexpr (kCluster > 1) cluster_sync();
+}
+
+// ---- formats ----
+
+// e2m1 with an e8m0 scale per 32: exponents folded into e5m2 on both sides, FP8 MMA.
+template <MmaKind kKind>
+struct MxFp4 {
+  static constexpr MmaKind kMma = kKind;
+  static constexpr int kStageK = 128;
+  static constexpr int kWeightBytes = 64;  // per row and stage
+  static constexpr int kStageScales = 4;
+  static constexpr bool kTokenScale = true;
+
+  using RowFold = E8m0RowFold;
+  static __device__ __forceinline__ uint4 load_packed(uint32_t address) {
+    return load_shared_v4(address);
+  }
+  static __device__ __forceinline__ void expand(const uint4& packed, int step, FoldTable table,
+                                                uint32_t& half0, uint32_t& half1) {
+    const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
+                                                                                  : packed.w;
+    expand_e2m1_e5m2(word, table, half0, half1);
+  }
+};
+
+// e2m1 with an e4m3 scale per 16, exact: value * scale has six significant bits, so bf16 holds it.
+struct NvFp4 {
+  static constexpr MmaKind kMma = MmaKind::kBf16;
+  static constexpr int kStageK = 64;
+  static constexpr int kWeightBytes = 32;
+  static constexpr int kStageScales = 4;
+  static constexpr bool kTokenScale = false;
+  using RowFold = E4m3RowFold;
+
+  static __device__ __forceinline__ uint2 load_packed(uint32_t address) {
+    return load_shared_v2(address);
+  }
+  static __device__ __forceinline__ void expand(const uint2& packed, int step, uint32_t multiplier,
+                                                uint32_t& half0, uint32_t& half1) {
+    const uint32_t word = step < 2 ? packed.x : packed.y;
+    if (step % 2 == 0) {
+      half0 = expand_e2m1_bf16<0>(word, multiplier);
+      half1 = expand_e2m1_bf16<1>(word, multiplier);
+    } else {
+      half0 = expand_e2m1_bf16<2>(word, multiplier);
+      half1 = expand_e2m1_bf16<3>(word, multiplier);
+    }
+  }
+};
+
+}  // namespace jax_w4a4::sm90

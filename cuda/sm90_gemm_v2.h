@@ -1,0 +1,81 @@
+// GEMM v2, the prefill kernel: what the handlers know of it. The design is
+// described in sm90_gemm_v2.cuh.
+#ifndef JAX_W4A4_CUDA_SM90_GEMM_V2_H_
+#define JAX_W4A4_CUDA_SM90_GEMM_V2_H_
+
+#include <cstdint>
+
+#include "formats.cuh"
+
+typedef struct CUstream_st* cudaStream_t;
+
+namespace jax_w4a4 {
+
+// Fixed by the kernel; a plan must ask for exactly these.
+constexpr int kGemmV2TileN = 128;  // weight rows per CTA
+constexpr int kGemmV2Threads = 384;
+constexpr int kGemmV2MaxStages = 8;
+constexpr int kGemmV2TokenStages = 2;
+constexpr int kGemmV2MaxRank = 256;
+// Bytes of one token in a stage, and of one token or weight row in a chunk of 32
+// ranks.
+constexpr int kGemmV2RowBytes = 128;
+constexpr int kGemmV2RankBytes = 64;
+
+// mxfp4 runs on FP8 operands, nvfp4 on bf16.
+constexpr int GemmV2ElementBytes(Format format) {
+  return format == Format::kMxfp4 ? 1 : 2;
+}
+constexpr int GemmV2TileK(Format format) {
+  return kGemmV2RowBytes / GemmV2ElementBytes(format);
+}
+// Bytes of a token in the private activation layout: whole stages.
+constexpr int64_t GemmV2ActBytes(Format format, int64_t k_pad) {
+  const int64_t step = GemmV2TileK(format);
+  return (k_pad + step - 1) / step * kGemmV2RowBytes;
+}
+// Bytes per weight row of the inputs that the launch before the gemm prepares.
+constexpr int kGemmV2RowInputBytes = 16;
+
+// Where the plan put everything. Offsets of ring objects count from the start of
+// a slot, the others from the start of dynamic shared memory.
+struct GemmV2Smem {
+  int weight, lora_up, store, token, barriers;
+  int stage_bytes, total_bytes;
+};
+
+struct GemmV2Params {
+  const void* act;             // (m, GemmV2ActBytes), private layout
+  const float* token_scale;    // (m + tile_m), mxfp4 only
+  const void* rows;            // (n, kGemmV2RowInputBytes)
+  const uint8_t* weight;       // (n, k_pad / 2)
+  const void* weight_scale;    // (n, k_pad / block)
+  const void* lora_act;        // (m, rank) bf16
+  const void* lora_up;         // (n, rank) bf16
+  void* out;                   // (m, n) bf16
+  int64_t m, n;
+  int k_pad;
+  int rank;  // 0: no low-rank branch
+  int stages;
+  int group_m;
+  GemmV2Smem smem;
+};
+
+// The kernel for a format, tile and cluster width, null if it was not compiled.
+const void* GemmV2Kernel(Format format, int tile_m, int cluster);
+
+struct LaunchResult {
+  int code;            // cudaError_t
+  const char* detail;  // what else went wrong, or null
+  int grid;            // CTAs launched
+};
+
+// Launches on `stream`. m, n >= 1. `dependent`: the kernel before it on the
+// stream writes act, token_scale, rows and lora_act, and may still be running.
+LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
+                          const GemmV2Params& params, bool dependent,
+                          int device, cudaStream_t stream);
+
+}  // namespace jax_w4a4
+
+#endif  // JAX_W4A4_CUDA_SM90_GEMM_V2_H_

@@ -1,0 +1,74 @@
+// Producer/consumer rings over mbarriers: the one synchronisation skeleton of the v2 kernel.
+//
+// A ring has `stages` slots. full[s] completes when a slot's bytes have landed, empty[s] when every
+// consumer warp has released it. Each role walks the slots with its own RingState, which is never
+// reset at a tile boundary: the phase bit flips when the walk wraps, so a producer may run any
+// number of tiles ahead, up to the ring's depth. tests/pipeline_model.py explores this protocol
+// exhaustively for small rings.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90_ptx.cuh"
+
+namespace jax_w4a4::sm90 {
+
+struct RingState {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++slot == stages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+class Ring {
+ public:
+  // `barriers` is the shared address of 2 * stages 8-byte barriers.
+  __device__ __forceinline__ Ring(uint32_t barriers, int stages)
+      : full_(barriers), empty_(barriers + 8 * stages), stages_(stages) {}
+
+  // One thread. `releases` arrivals empty a slot: consumer warps x CTAs that a slot is shared with.
+  __device__ __forceinline__ void init(int releases) const {
+    for (int s = 0; s < stages_; ++s) {
+      mbarrier_init(full_ + 8 * s, 1);
+      mbarrier_init(empty_ + 8 * s, releases);
+    }
+  }
+
+  __device__ __forceinline__ void advance(RingState& state) const { state.advance(stages_); }
+
+  // Producer: waits for the slot to be free, arms its byte count, returns the barrier to load on.
+  // The wait covers every CTA that the slot's multicast writes to, since they all release to it.
+  __device__ __forceinline__ uint32_t acquire(const RingState& state, uint32_t bytes) const {
+    mbarrier_wait(empty_ + 8 * state.slot, state.phase ^ 1);
+    const uint32_t barrier = full_ + 8 * state.slot;
+    mbarrier_arrive_expect_tx(barrier, bytes);
+    return barrier;
+  }
+
+  __device__ __forceinline__ void wait_full(const RingState& state) const {
+    mbarrier_wait(full_ + 8 * state.slot, state.phase);
+  }
+
+  // Consumer warp: one arrival per CTA that writes this slot, if `condition` (warp-uniform).
+  template <int kCluster>
+  __device__ __forceinline__ void release(int slot, uint32_t lane, bool condition = true) const {
+    const uint32_t barrier = empty_ + 8 * slot;
+    if constexpr (kCluster == 1) {
+      mbarrier_arrive_if(barrier, condition && lane == 0);
+    } else {
+      mbarrier_arrive_cluster_if(barrier, lane, condition && lane < kCluster);
+    }
+  }
+
+ private:
+  uint32_t full_;
+  uint32_t empty_;
+  int stages_;
+};
+
+}  // namespace jax_w4a4::sm90

@@ -1,0 +1,186 @@
+// Public activation layout -> GEMM v2's: exponents folded, k permuted inside each
+// stage (sm90_expand.cuh). One warp per token; leading CTAs prepare weight rows.
+#include "sm90_repack_v2.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "sm90_expand.cuh"
+#include "sm90_gemm_v2.h"
+#include "sm90_ptx.cuh"
+#include "sm90_row_inputs.cuh"
+
+namespace jax_w4a4 {
+namespace {
+
+using sm90::E4m3RowFold;
+using sm90::E8m0RowFold;
+using sm90::FoldTable;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+struct Args {
+  const uint8_t* packed;
+  const uint8_t* scales;
+  uint8_t* act;
+  float* token_scale;
+  sm90::RowInputsArgs rows;
+  int prepare_ctas;
+  int m;
+  int packed_pitch;  // bytes per token
+  int scale_blocks;
+  int stages;  // of K, whole ones
+};
+
+// The word of block `block` that step `step` of a stage takes; zero past K.
+template <int kBlockBytes>
+__device__ __forceinline__ uint32_t LoadWord(const uint8_t* row, int block,
+                                             int blocks, int word) {
+  if (block >= blocks) return 0;
+  return __ldg(reinterpret_cast<const uint32_t*>(row + block * kBlockBytes) +
+               word);
+}
+
+__device__ __forceinline__ uint32_t LoadScale(const uint8_t* row, int block,
+                                              int blocks) {
+  return block < blocks ? __ldg(row + block) : 0;
+}
+
+// Thread (stage, step) writes the 32 bytes of one k-step: half 0, then half 1, in
+// each the four blocks q of the stage in turn.
+__device__ __forceinline__ void RepackMxfp4(const Args& args, int row,
+                                            int lane) {
+  const uint8_t* packed =
+      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const uint8_t* scales =
+      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+  int largest = 0;
+  for (int i = lane; i < args.scale_blocks; i += 32) {
+    largest = max(largest, static_cast<int>(__ldg(scales + i)));
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if (lane == 0) {
+    args.token_scale[row] =
+        largest == sm90::kNanScale
+            ? __int_as_float(sm90::kFloatNan)
+            : sm90::power_of_two(sm90::fold_exponent(largest));
+  }
+  const E8m0RowFold fold(largest - sm90::kFoldSpan);
+  uint4* out = reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int block = i / 4 * 4 + q;
+      const uint32_t word =
+          LoadWord<16>(packed, block, args.scale_blocks, i % 4);
+      const FoldTable table =
+          fold.block(LoadScale(scales, block, args.scale_blocks));
+      sm90::expand_e2m1_e5m2(word, table, half[0][q], half[1][q]);
+    }
+    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+  }
+}
+
+// e2m1 * e4m3 as bf16, exact. The weights' expansion leaves the product times
+// 2^-8; here that is undone at once.
+template <int kFirst>
+__device__ __forceinline__ uint32_t ExpandPair(uint32_t word,
+                                               uint32_t multiplier, bool nan) {
+  constexpr uint32_t kUndo = 0x43804380;  // 256, twice
+  const uint32_t pair = sm90::multiply_bf16x2(
+      sm90::expand_e2m1_bf16<kFirst>(word, multiplier), kUndo);
+  return nan ? 0x7FC07FC0u : pair;
+}
+
+__device__ __forceinline__ void RepackNvfp4(const Args& args, int row,
+                                            int lane) {
+  const uint8_t* packed =
+      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const uint8_t* scales =
+      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+  uint4* out = reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  const E4m3RowFold fold(0);
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    const int step = i % 4;
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int block = i / 4 * 4 + q;
+      const uint32_t word =
+          LoadWord<8>(packed, block, args.scale_blocks, step / 2);
+      const uint32_t scale = LoadScale(scales, block, args.scale_blocks);
+      const uint32_t multiplier = fold.block(scale);
+      const bool nan = (scale & 0x7F) == 0x7F;
+      if (step % 2 == 0) {
+        half[0][q] = ExpandPair<0>(word, multiplier, nan);
+        half[1][q] = ExpandPair<1>(word, multiplier, nan);
+      } else {
+        half[0][q] = ExpandPair<2>(word, multiplier, nan);
+        half[1][q] = ExpandPair<3>(word, multiplier, nan);
+      }
+    }
+    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+  }
+}
+
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
+  sm90::grid_dependency_launch();
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int block = blockIdx.x;
+  if (block < args.prepare_ctas) {
+    sm90::write_rows<kFormat>(args.rows, block, warp, kWarps, lane);
+    return;
+  }
+  const int row = (block - args.prepare_ctas) * kWarps + warp;
+  if (row >= args.m) return;
+  if constexpr (kFormat == Format::kMxfp4) {
+    RepackMxfp4(args, row, lane);
+  } else {
+    RepackNvfp4(args, row, lane);
+  }
+}
+
+int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+}  // namespace
+
+int LaunchRepackV2(Format format, const RepackV2Params& p,
+                   cudaStream_t stream) {
+  const bool mxfp4 = format == Format::kMxfp4;
+  const int blocks = p.k_pad / (mxfp4 ? 32 : 16);
+  Args args = {};
+  args.packed = p.packed;
+  args.scales = static_cast<const uint8_t*>(p.scales);
+  args.act = static_cast<uint8_t*>(p.act);
+  args.token_scale = p.token_scale;
+  args.rows = {static_cast<const uint8_t*>(p.weight.weight_scale),
+               p.weight.weight_global_scale,
+               p.weight.act_global_scale,
+               p.weight.channel_scale,
+               p.weight.bias,
+               static_cast<sm90::RowInputs*>(p.weight.rows),
+               static_cast<int>(p.weight.n),
+               blocks};
+  args.prepare_ctas = CeilDiv(p.weight.n, sm90::kRowsPerPrepareCta);
+  args.m = static_cast<int>(p.m);
+  args.packed_pitch = p.k_pad / 2;
+  args.scale_blocks = blocks;
+  args.stages = CeilDiv(p.k_pad, GemmV2TileK(format));
+  const void* kernel =
+      mxfp4 ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
+            : reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>);
+  void* kernel_args[] = {&args};
+  return cudaLaunchKernel(kernel,
+                          dim3(args.prepare_ctas + CeilDiv(p.m, kWarps)),
+                          dim3(kThreads), kernel_args, 0, stream);
+}
+
+}  // namespace jax_w4a4

@@ -1,0 +1,85 @@
+// What the v2 GEMM wants to know about each weight row, prepared once per call from the block scales
+// and the optional vectors by spare CTAs of the launch before it.
+#pragma once
+
+#include <cstdint>
+
+#include "formats.cuh"
+#include "sm90_expand.cuh"
+
+namespace jax_w4a4::sm90 {
+
+// y = acc * scale_lo * token_scale * scale_hi + low-rank + bias. The power of two of the row's base
+// exponent is split over scale_lo and scale_hi so that no intermediate leaves fp32's range unless
+// the result does. A NaN block scale makes scale_lo NaN.
+struct alignas(16) RowInputs {
+  float scale_lo;
+  float scale_hi;
+  float bias;
+  int base;  // offset of a block = scale byte - base (fold formats)
+};
+
+struct RowInputsArgs {
+  const uint8_t* weight_scales;   // (N, scale_blocks)
+  const float* global_scale;      // () or null
+  const float* act_global_scale;  // () or null
+  const float* channel_scale;     // (N,) or null
+  const float* bias;              // (N,) or null
+  RowInputs* rows;                // (N,)
+  int n, scale_blocks;
+};
+
+constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
+constexpr int kNanScale = 255;          // e8m0
+constexpr int kFloatNan = 0x7FC00000;
+
+// 2^exponent for -149 <= exponent <= 127, exact, subnormals included.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return exponent >= -126 ? __int_as_float((exponent + 127) << 23)
+                          : __int_as_float(1 << (exponent + 149));
+}
+
+// Exponent of the power of two that undoes a fold whose largest e8m0 byte is `largest`.
+__device__ __forceinline__ int fold_exponent(int largest) {
+  return largest - 127 - kFoldSpan + kFoldBias;
+}
+
+// One warp, one row: looks through its block scales and combines the epilogue's factors.
+template <Format kFormat>
+__device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
+  const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
+  int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN
+  constexpr int kMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
+  for (int i = lane; i < args.scale_blocks; i += 32) largest = max(largest, scales[i] & kMask);
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if (lane != 0) return;
+  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
+  if (args.global_scale) factor *= *args.global_scale;
+  if (args.act_global_scale) factor *= *args.act_global_scale;
+  RowInputs out;
+  if constexpr (kFormat == Format::kNvfp4) {
+    out.scale_lo = largest == kMask ? __int_as_float(kFloatNan) : 1.0f;
+    out.scale_hi = kBf16Undo * factor;
+    out.base = 0;
+  } else {
+    const int exponent = fold_exponent(largest);
+    const int low = exponent >> 1;
+    out.scale_lo = largest == kNanScale ? __int_as_float(kFloatNan) : power_of_two(low);
+    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.base = largest - kFoldSpan;
+  }
+  out.bias = args.bias ? args.bias[row] : 0.0f;
+  args.rows[row] = out;
+}
+
+// The rows of prepare CTA `block`.
+template <Format kFormat>
+__device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block, int warp,
+                                           int warps, int lane) {
+  const int end = min((block + 1) * kRowsPerPrepareCta, args.n);
+  for (int row = block * kRowsPerPrepareCta + warp; row < end; row += warps) {
+    write_row_inputs<kFormat>(args, row, lane);
+  }
+}
+
+}  // namespace jax_w4a4::sm90

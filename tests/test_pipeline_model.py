@@ -1,0 +1,40 @@
+"""The mbarrier protocol of sm90_v2 (cuda/sm90_pipeline.cuh), explored exhaustively on the CPU."""
+
+import pipeline_model
+from absl.testing import absltest, parameterized
+
+
+class ProtocolTest(parameterized.TestCase):
+    """No deadlock, no read of a slot that is not complete, no copy into one that is read."""
+
+    @parameterized.product(cluster=(1, 2), stages=(2, 3))
+    def test_every_corner_holds(self, cluster, stages):
+        """Tiles 0, 1, 2, many x blocks fewer than, equal to, more than stages x LoRA chunks."""
+        corners = [
+            c for c in pipeline_model.corners() if (c.cluster, c.stages) == (cluster, stages)
+        ]
+        self.assertGreaterEqual(len(corners), 27)
+        for corner in corners:
+            states, violation = pipeline_model.explore(corner)
+            self.assertIsNone(violation, corner)
+            self.assertEqual(states == 1, corner.tiles == 0, corner)
+
+    @parameterized.parameters(*pipeline_model.BUGS)
+    def test_known_bug_is_found(self, bug):
+        _, violation = pipeline_model.explore(pipeline_model.BUG_CORNERS[bug])
+        self.assertIsNotNone(violation, pipeline_model.BUGS[bug])
+
+    @parameterized.product(
+        bug=("", "early_release", "release_own_cta_only", "last_block_kept", "no_empty_wait"),
+        shape=((1, 1, 1, 2, 2), (2, 1, 0, 1, 1)),
+    )
+    def test_reduction_keeps_the_verdict(self, bug, shape):
+        """Fewer interleavings are explored than there are; small rings are explored both ways."""
+        cluster, blocks, chunks, tiles, consumers = shape
+        corner = pipeline_model.Config(cluster, 2, blocks, chunks, tiles, consumers, bug=bug)
+        reduced, full = (pipeline_model.explore(corner, reduce=r)[1] for r in (True, False))
+        self.assertEqual(reduced is None, full is None)
+
+
+if __name__ == "__main__":
+    absltest.main()
