@@ -35,7 +35,7 @@ cd "$root"
 step build python3 -m pip install --no-build-isolation --no-deps .
 # The parity cells run once, in the next step.
 step gpu python3 -P -m pytest -m gpu tests -q -k "not Parity"
-step parity python3 -P tests/gpu_parity.py --json "$out/parity.json"
+step parity python3 -P tests/gpu_parity.py --jobs 16 --json "$out/parity.json"
 step sanitizer sanitize
 step suite env JAX_PLATFORMS=cpu python3 -P -m pytest tests -q -n 8 -m "not gpu"
 step bench python3 -m bench --json "$out/bench.json"

@@ -144,6 +144,16 @@ class HandlerErrors(parameterized.TestCase):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECON.*{text}"):
             call.run()
 
+    @parameterized.parameters("missing", "surplus")
+    def test_attribute_count(self, kind):
+        call = RawCall()
+        if kind == "missing":
+            del call.plan["q_rows"]
+        else:
+            call.plan["extra"] = 1
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "INVALID_ARGUMENT"):
+            call.run()
+
     @parameterized.parameters(
         (0, lambda a: a.astype(jnp.int8), "activation is"),
         (0, lambda a: a[:, :-1], "activation is"),
