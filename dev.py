@@ -41,7 +41,7 @@ def newest_python() -> str:
 
 
 def environment(python: str, extras: str) -> pathlib.Path:
-    """A virtual environment for `python` with the package and its extras; returns its bin folder."""
+    """A virtual environment for `python`, package and extras installed; returns its bin folder."""
     major_minor = version(python)
     if major_minor is None or major_minor < (3, 11):
         sys.exit(f"dev.py: needs Python >= 3.11, got {major_minor} from {python}")

@@ -1,6 +1,7 @@
 """The layer shapes that are timed, and the routes a JAX user could take through them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -67,8 +68,8 @@ def random_layer(key: jax.Array, shape: Shape, format: str) -> tuple[jax.Array, 
 def xla_bf16(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
     """What the layer costs unquantized: one bf16 dot, no low-rank branch, no bias."""
     sets = []
-    for key in jax.random.split(key, copies):
-        kx, kw = jax.random.split(key)
+    for set_key in jax.random.split(key, copies):
+        kx, kw = jax.random.split(set_key)
         x = jax.random.normal(kx, (shape.m, shape.k), jnp.bfloat16)
         sets.append((x, jax.random.normal(kw, (shape.n, shape.k), jnp.bfloat16)))
     return lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets
@@ -77,30 +78,36 @@ def xla_bf16(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[
 def xla_scaled_matmul(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
     """`jax.nn.scaled_matmul` on NVFP4 operands that are already quantized."""
     sets = []
-    for key in jax.random.split(key, copies):
-        x, w = random_layer(key, dataclasses.replace(shape, rank=0), "nvfp4")
+    for set_key in jax.random.split(key, copies):
+        x, w = random_layer(set_key, dataclasses.replace(shape, rank=0), "nvfp4")
         a = jax_w4a4.quantize_activation(x, w.replace(bias=None, channel_scale=None))
         codes = jax_w4a4.Weight.from_packed(a.packed, a.scales, format="nvfp4", k=shape.k).values
         sets.append((codes[None], w.values[None], a.scales[None], w.scales[None]))
     return lambda *a: jax.nn.scaled_matmul(*a, preferred_element_type=jnp.bfloat16), sets
 
 
-def ours(format: str, *, quantized: bool) -> Callable:
-    """`matmul` from bf16 x, or (quantized=True) the gemm alone on a ready Activation."""
+def ours(format: str, *, quantized: bool, implementation: str | None = None) -> Callable:
+    """`matmul` from bf16 x, or (quantized=True) from a ready Activation."""
 
     def build(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
         sets = [random_layer(k, shape, format) for k in jax.random.split(key, copies)]
+        call = functools.partial(jax_w4a4.matmul, implementation=implementation)
         if quantized:
             sets = [(jax_w4a4.quantize_activation(x, w), w) for x, w in sets]
-        return jax_w4a4.matmul, sets
+        return call, sets
 
     return build
 
 
 def routes(formats: tuple[str, ...]) -> Iterator[tuple[str, Callable]]:
-    """(name, builder) of everything that is timed in one run."""
+    """(name, builder) of everything that is timed in one run: XLA's own routes, what `matmul` does
+    by default, and on a GPU the simple kernel it is to be compared with."""
     yield "xla bf16 dot", xla_bf16
     yield "jax.nn.scaled_matmul nvfp4", xla_scaled_matmul
+    on_gpu = jax.default_backend() == "gpu"
     for format in formats:
         yield f"matmul {format}", ours(format, quantized=False)
-        yield f"gemm {format}", ours(format, quantized=True)
+        yield f"matmul {format} quantized x", ours(format, quantized=True)
+        if on_gpu:
+            v1 = ours(format, quantized=False, implementation="sm90_v1")
+            yield f"matmul {format} sm90_v1", v1

@@ -1,6 +1,7 @@
 """4-bit x 4-bit matrix multiplication with low-rank residual for JAX.
 
-    y = channel_scale * (alpha * sum_blocks(sx * sw * (qx . qw))) + (x @ lora_down) @ lora_up.T + bias
+    y = channel_scale * (alpha * sum_blocks(sx * sw * (qx . qw)))
+        + (x @ lora_down) @ lora_up.T + bias
 
 `quantize` turns a float weight into a `Weight`, `matmul` multiplies with it, `explain` shows what a
 call will launch and why. See docs/numerics.md for every rounding point.

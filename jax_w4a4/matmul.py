@@ -22,7 +22,14 @@ from jax.custom_batching import custom_vmap
 
 from jax_w4a4 import plan, sharding
 from jax_w4a4.formats import FLOAT_DTYPES, reciprocal, to_f32
-from jax_w4a4.primitives import IMPLEMENTATIONS, Call, QuantizeCall, short, warn_once
+from jax_w4a4.primitives import (
+    IMPLEMENTATIONS,
+    KERNELS,
+    Call,
+    QuantizeCall,
+    short,
+    warn_once,
+)
 from jax_w4a4.weight import Activation, Weight
 
 Array = jax.Array
@@ -63,7 +70,8 @@ def matmul(
       preferred_element_type: dtype of the result, float32, bfloat16 or float16; default: of x.
       implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
         platform. None is the kernel where there is one for platform, build and shape, otherwise
-        the reference, with a `FallbackWarning` once per reason on a CUDA machine.
+        the reference, with a `FallbackWarning` once per reason on a CUDA machine. A kernel's name
+        ("sm90_v1", "sm90_v2") is that kernel or an error, for comparisons.
 
     Returns:
       (..., N).
@@ -82,7 +90,7 @@ def matmul(
         x = _check_x(x, w, "matmul")
         default = x.dtype.name
     out_dtype = _out_dtype(preferred_element_type, default)
-    return w4a4_matmul(Call(out_dtype, implementation, _target(implementation, "matmul")), x, w)
+    return w4a4_matmul(Call(out_dtype, *_requested(implementation, "matmul")), x, w)
 
 
 def quantize_activation(x: Array, w: Weight, *, implementation: str | None = None) -> Activation:
@@ -110,9 +118,9 @@ def quantize_activation(x: Array, w: Weight, *, implementation: str | None = Non
     _check_weight(w, "quantize_activation")
     x = _check_x(x, w, "quantize_activation")
     dtype = x.dtype.name
-    target = _target(implementation, "quantize_activation")
+    requested = _requested(implementation, "quantize_activation")
     packed, scales, lora_act = w4a4_quantize(
-        QuantizeCall(w.spec(dtype), implementation, target),
+        QuantizeCall(w.spec(dtype), *requested),
         x,
         w.smooth,
         w.act_global_scale,
@@ -212,12 +220,21 @@ def _out_dtype(preferred: Any, default: str) -> str:
     return name
 
 
-def _target(implementation: str | None, who: str) -> plan.Target | None:
-    """What to plan for; checks `implementation` on the way."""
+def _requested(
+    implementation: str | None, who: str
+) -> tuple[str | None, plan.Target | None, str | None]:
+    """(implementation, what to plan for, kernel) of a call's `implementation`."""
+    if implementation in KERNELS:
+        return "cuda", _target("cuda"), implementation
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"jax_w4a4.{who}: implementation={implementation!r}; expected None, 'cuda' or 'xla'"
+            f"jax_w4a4.{who}: implementation={implementation!r}; expected None, 'cuda', 'xla' or "
+            f"a kernel ({', '.join(KERNELS)})"
         )
+    return implementation, _target(implementation), None
+
+
+def _target(implementation: str | None) -> plan.Target | None:
     try:
         return plan.targets.current()
     except NotImplementedError as error:

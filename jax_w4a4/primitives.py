@@ -59,6 +59,8 @@ _register_for_export(Weight)
 _register_for_export(Activation)
 
 IMPLEMENTATIONS = (None, "cuda", "xla")
+# A kernel's name as the implementation asks for "cuda" and that kernel.
+KERNELS = tuple(name for name, design in plan.budget.DESIGNS.items() if design.implemented)
 
 
 class FallbackWarning(UserWarning):
@@ -360,11 +362,13 @@ class Call:
       out_dtype: dtype name of the result.
       implementation: None, "cuda" or "xla".
       target: what to plan for; None where no plan is possible.
+      kernel: the kernel to plan, None for the planner's choice.
     """
 
     out_dtype: str
     implementation: str | None
     target: plan.Target | None
+    kernel: str | None = None
 
     def __repr__(self) -> str:
         # Printed inside jaxprs.
@@ -381,12 +385,13 @@ class QuantizeCall:
 
     Attributes:
       spec: of a product with the weight.
-      implementation, target: as in `Call`.
+      implementation, target, kernel: as in `Call`.
     """
 
     spec: Spec
     implementation: str | None
     target: plan.Target | None
+    kernel: str | None = None
 
     def __repr__(self) -> str:
         target = _short_target(self.target)
@@ -419,7 +424,7 @@ def _solve(call: Call | QuantizeCall, problem: plan.Problem) -> plan.Plan | None
     if call.target is None:
         return None
     try:
-        return plan.record(plan.solve(problem, call.target))
+        return plan.record(plan.solve(problem, call.target, kernel=call.kernel))
     except (NotImplementedError, ValueError):
         if call.implementation == "cuda":
             raise

@@ -221,6 +221,7 @@ class Boundary(parameterized.TestCase):
         scales = call.operands[1]
         call.operands[1] = jnp.ones(scales.shape, scales.dtype)
         call.operands[5] = jnp.ones(call.operands[5].shape, scales.dtype)
+        call.operands[6] = jnp.ones_like(call.operands[6])
         act = np.zeros(call.operands[0].shape, np.uint8)
         act[0, 0], act[1, 0] = one, one << 4  # x[0] = e_0, x[1] = e_1
         weight = np.zeros(call.operands[4].shape, np.uint8)

@@ -51,6 +51,21 @@ class PrefillLoweringTest(parameterized.TestCase):
             + [f"{tokens}xf32", "24x4xf32"],
         )
 
+    def test_kernel_by_name(self):
+        """The simple kernel stays selectable where the planner would not take it."""
+        for quantized in (False, True):
+
+            def call(x, w, quantized=quantized):
+                if quantized:
+                    x = quantize_activation(x, w, implementation="sm90_v1")
+                return matmul(x, w, implementation="sm90_v1")
+
+            text = cuda_text(call, self.x, self.weight("mxfp4"))
+            line = call_line(text, "gemm" if quantized else "matmul")
+            self.assertEqual(self.planned(line)["kernel"], 1)
+        with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem"):
+            matmul(self.x, self.weight("int4"), implementation="sm90_v2")
+
     def test_nvfp4(self):
         """Public codes first, then bf16 in whole stages, without token scales."""
         line = call_line(cuda_text(matmul, self.x, self.weight("nvfp4")), "matmul")
