@@ -44,7 +44,6 @@ class Format:
       default_block: values of K that share one block scale, unless the caller chooses.
       blocks: block sizes that exist (None is the whole row).
       scale_dtypes: dtype names a block scale may have, the default first.
-      code_max: largest quantized magnitude, in units of the block scale.
       dtype: JAX dtype of the logical four-bit values.
     """
 
@@ -52,14 +51,13 @@ class Format:
     default_block: int
     blocks: tuple[int | None, ...]
     scale_dtypes: tuple[str, ...]
-    code_max: int
     dtype: str
 
 
 FORMATS: dict[str, Format] = {
-    "nvfp4": Format("nvfp4", 16, (16,), ("float8_e4m3fn",), 6, "float4_e2m1fn"),
-    "mxfp4": Format("mxfp4", 32, (32,), ("float8_e8m0fnu",), 6, "float4_e2m1fn"),
-    "int4": Format("int4", 64, (32, 64, 128, None), ("float16", "bfloat16", "float32"), 7, "int4"),
+    "nvfp4": Format("nvfp4", 16, (16,), ("float8_e4m3fn",), "float4_e2m1fn"),
+    "mxfp4": Format("mxfp4", 32, (32,), ("float8_e8m0fnu",), "float4_e2m1fn"),
+    "int4": Format("int4", 64, (32, 64, 128, None), ("float16", "bfloat16", "float32"), "int4"),
 }
 
 ACT_RULES = ("rceil", "floor")
@@ -267,18 +265,15 @@ def _count_thresholds(magnitude: Array, scale: Array | float, thresholds: tuple)
     return count
 
 
-def _encode_e2m1(v: Array, scale: Array | float) -> Array:
+def encode_e2m1(v: Array, scale: Array | float = 1.0) -> Array:
+    """fp32 v / scale to uint8 e2m1 codes: nearest, ties to even, saturating at 6.
+
+    scale has at most 21 significant bits. The sign bit is kept for values that round to zero, as
+    the hardware conversion keeps it; NaN gives code 0 or 8.
+    """
     bits = _bits(v)
     magnitude = _count_thresholds(_from_bits(bits & _ABS_MASK), scale, _E2M1_THRESHOLDS)
     return magnitude | ((bits >> 28) & 8).astype(jnp.uint8)
-
-
-def encode_e2m1(v: Array) -> Array:
-    """fp32 to uint8 e2m1 codes: nearest, ties to even, saturating at 6; NaN gives code 0 or 8.
-
-    The sign bit is kept for values that round to zero, as the hardware conversion keeps it.
-    """
-    return _encode_e2m1(flush(v), 1.0)
 
 
 def _encode_int4(v: Array, scale: Array, unsigned: bool) -> Array:
@@ -375,10 +370,10 @@ def encode_blocks(v: Array, scales: Array, spec: Spec, unsigned: bool) -> Array:
     """
     s = decode_scale(scales)[..., None]
     if spec.format == "nvfp4":
-        codes = _encode_e2m1(v, s)
+        codes = encode_e2m1(v, s)
     elif spec.format == "mxfp4":
         # 2^-e from the byte: exponents -126..125 mirror into 126..-125, all normal.
-        codes = _encode_e2m1(v * _from_bits((254 << 23) - _bits(s)), 1.0)
+        codes = encode_e2m1(v * _from_bits((254 << 23) - _bits(s)))
     else:
         codes = _encode_int4(v, s, unsigned)
     return jnp.where(s > 0, codes, jnp.uint8(0))

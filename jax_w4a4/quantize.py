@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 from jax_w4a4 import formats
 from jax_w4a4.formats import Spec
 from jax_w4a4.matmul import matmul
-from jax_w4a4.weight import Weight
+from jax_w4a4.weight import Weight, check_options
 
 Array = jax.Array
 
@@ -42,7 +42,7 @@ def quantize(
     format: str = "nvfp4",
     *,
     rank: int = 32,
-    block_size: int | str | None = "default",
+    block_size: int | Literal["default"] | None = "default",
     scale_dtype: Any = None,
     act_amax: Array | None = None,
     smooth: Array | None = None,
@@ -63,8 +63,8 @@ def quantize(
     weights) everything is checked but the values.
 
     Args:
-      w: (N, K) float32, bfloat16 or float16, output channels first as in `jax.nn.scaled_matmul`;
-        a Flax kernel is its transpose.
+      w: (N, K) float32, bfloat16 or float16 (float64 is narrowed first), output channels first as
+        in `jax.nn.scaled_matmul`; a Flax kernel is its transpose.
       format: "nvfp4", "mxfp4" or "int4".
       rank: columns R of the low-rank branch, at most min(N, K); 0 for none.
       block_size: values of K per scale; only int4 has a choice: 32, 64 (default), 128, or None
@@ -113,7 +113,7 @@ def quantize(
         raise ValueError(f"{_WHO}: smooth_alpha={smooth_alpha!r}; expected 0 to 1")
     if block_size == "default":
         block_size = fmt.default_block
-    formats.check_block_size(fmt, block_size, "quantize")
+    check_options(format, block_size, act_unsigned, act_rule, "quantize")
     scale_dtype = _dtype_name("scale_dtype", scale_dtype, fmt.scale_dtypes, fmt.scale_dtypes[0])
     lora_dtype = _dtype_name("lora_dtype", lora_dtype, formats.FLOAT_DTYPES, "bfloat16")
     if two_level and format != "nvfp4":
@@ -143,7 +143,7 @@ def quantize(
     fields = _decompose(
         w, smooth, channel_scale, spec, rank, iterations, two_level, lora_dtype, lora_smoothed
     )
-    weight = Weight(
+    return Weight(
         **fields,
         act_global_scale=act_global_scale,
         smooth=smooth,
@@ -156,8 +156,6 @@ def quantize(
         act_unsigned=act_unsigned,
         act_rule=act_rule,
     )
-    weight.validate("quantize")
-    return weight
 
 
 def quantization_error(w: Array, weight: Weight, x: Array | None = None) -> Array:
@@ -181,16 +179,14 @@ def quantization_error(w: Array, weight: Weight, x: Array | None = None) -> Arra
         )
     w = w.astype(jnp.float32)
     if x is None:
-        return _relative(weight.effective(), w)
+        return _matrix_error(w, weight)
     x = jnp.asarray(x)
     if x.ndim != 2 or x.shape[1] != weight.k or x.dtype.name not in formats.FLOAT_DTYPES:
         raise ValueError(
             f"jax_w4a4.{who}: x is {_describe(x)}; expected (M, {weight.k}) float32, bfloat16 "
             "or float16"
         )
-    exact = _matmul(formats.to_f32(x), w.T)
-    y = matmul(x, weight.replace(bias=None), preferred_element_type=jnp.float32)
-    return _relative(y, exact)
+    return _output_error(w, weight, x)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -269,23 +265,32 @@ def _matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _relative(approximation: Array, exact: Array) -> Array:
-    return jnp.linalg.norm(approximation - exact) / jnp.linalg.norm(exact)
+@jax.jit
+def _matrix_error(w: Array, weight: Weight) -> Array:
+    return jnp.linalg.norm(weight.effective() - w) / jnp.linalg.norm(w)
+
+
+@jax.jit
+def _output_error(w: Array, weight: Weight, x: Array) -> Array:
+    exact = _matmul(formats.to_f32(x), w.T)
+    y = matmul(x, weight.replace(bias=None), preferred_element_type=jnp.float32)
+    return jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
 
 
 def _orthonormal(y: Array) -> Array:
-    """An orthonormal basis of the columns of y (M, p), by Cholesky factors of Gram matrices.
+    """Orthonormal columns that span those of y (M, p), by Cholesky factors of Gram matrices.
 
-    Almost all work is matrix products and the only factorization is p x p. Unit columns keep the
-    Gram matrix well conditioned as they approach singular vectors, and the shift lets it be
-    factored before that; the second pass then repairs what the first left skew.
+    Almost all work is matrix products, and the only factorization is p x p. The shift lets the
+    Gram matrix of (nearly) parallel columns be factored, at the price of columns that are a little
+    skew; the second pass takes most of the skew out.
     """
+    width = y.shape[1]
+    # Parallel columns give the Gram matrix an eigenvalue of `width`, and rounding grows with it.
+    shift = max(_SHIFT, 4e-7 * width) * jnp.eye(width, dtype=y.dtype)
     for _ in range(2):
         y = y * lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(y), axis=0), _TINY))[None, :]
-        gram = _matmul(y.T, y) + _SHIFT * jnp.eye(y.shape[1], dtype=y.dtype)
-        y = lax.linalg.triangular_solve(
-            jnp.linalg.cholesky(gram), y, left_side=False, lower=True, transpose_a=True
-        )
+        factor = jnp.linalg.cholesky(_matmul(y.T, y) + shift)
+        y = lax.linalg.triangular_solve(factor, y, left_side=False, lower=True, transpose_a=True)
     return y
 
 
@@ -299,35 +304,40 @@ def _low_rank(a: Array, basis: Array, rank: int) -> tuple[Array, Array, Array]:
 
     Returns:
       up (N, rank) and down (K, rank) with a ~ up @ down.T, the singular values split evenly
-      between them, and the orthonormal basis (K, p) found.
+      between them, and the orthonormal basis (K, p) found, strongest direction first.
     """
     for _ in range(_POWER_ITERATIONS):
         basis = _orthonormal(_matmul(a.T, _orthonormal(_matmul(a, basis))))
+    basis = _orthonormal(basis)
     image = _matmul(a, basis)
     squares, directions = jnp.linalg.eigh(_matmul(image.T, image))
-    directions = directions[:, -rank:]
-    root = jnp.sqrt(jnp.sqrt(jnp.maximum(squares[-rank:], _TINY)))[None, :]
-    return _matmul(image, directions / root), _matmul(basis, directions * root), basis
+    squares, directions = squares[::-1], directions[:, ::-1]
+    root = jnp.sqrt(jnp.sqrt(jnp.maximum(squares[:rank], _TINY)))[None, :]
+    up = _matmul(image, directions[:, :rank] / root)
+    basis = _matmul(basis, directions)
+    return up, basis[:, :rank] * root, basis
 
 
 def _round_blocks(v: Array, spec: Spec) -> tuple[Array, Array, Array]:
     """Rounds (N, K) with the best of a few scales per block: packed, scales, values (N, K)."""
     v = formats.split_blocks(v, spec)
     amax = formats.block_amax(v, unsigned=False)
+    unit = formats.reciprocal(jnp.where(amax == 0, 1.0, amax))[..., None]
 
     def values(codes: Array, scales: Array) -> Array:
         return formats.decode_codes(codes, spec.format) * formats.decode_scale(scales)[..., None]
 
-    scales = least = None
-    for clip in (1.0, *_CLIPS[spec.format]):
+    def try_clip(best: tuple[Array, Array], clip: Array) -> tuple[tuple[Array, Array], None]:
+        scales, least = best
         tried = formats.block_scale(amax * clip, spec, unsigned=False)
         codes = formats.encode_blocks(v, tried, spec, unsigned=False)
-        error = jnp.sum(jnp.square(values(codes, tried) - v), axis=-1)
-        if scales is None:
-            scales, least = tried, error
-        else:
-            scales = jnp.where(error < least, tried, scales)
-            least = jnp.minimum(error, least)
+        error = jnp.sum(jnp.square((values(codes, tried) - v) * unit), axis=-1)
+        worse = error >= least  # False for NaN, which must not be hidden by an older scale
+        return (jnp.where(worse, scales, tried), jnp.where(worse, least, error)), None
+
+    start = jnp.zeros(amax.shape, spec.scale_dtype), jnp.full(amax.shape, jnp.inf)
+    clips = jnp.asarray((1.0, *_CLIPS[spec.format]), jnp.float32)
+    (scales, _), _ = lax.scan(try_clip, start, clips)
     codes = formats.encode_blocks(v, scales, spec, unsigned=False)
     rounded = values(codes, scales).reshape(v.shape[0], spec.k_pad)[:, : spec.k]
     return formats.join_blocks(codes), scales, rounded
@@ -368,10 +378,15 @@ def _decompose(
         return rounded(target)[0]
 
     n, k = target.shape
+    # Squares below are of numbers near 1, whatever the magnitude of the weight.
+    amax = jnp.max(jnp.abs(target))
+    amax = jnp.where(amax >= 2.0**-126, amax, 1.0)
+    unit = formats.reciprocal(amax)
 
     def one_round(state):
         best, least, basis, values = state
-        up, down, basis = _low_rank(target - values, basis, rank)
+        up, down, basis = _low_rank((target - values) * unit, basis, rank)
+        up, down = up * jnp.sqrt(amax), down * jnp.sqrt(amax)
         up = formats.round_to(up, lora_dtype)
         # The residual is taken against the factors as stored, so that it absorbs their rounding.
         if smooth is None or lora_smoothed:
@@ -383,7 +398,7 @@ def _decompose(
         residual = target - _matmul(formats.to_f32(up), down_smoothed.T)
         fields, values = rounded(residual)
         fields.update(lora_up=up, lora_down=down)
-        error = jnp.sum(jnp.square(residual - values))
+        error = jnp.sum(jnp.square((residual - values) * unit))
         # Negated so that a NaN (only possible under a trace) reaches the result.
         keep = ~(error >= least)
         best = jax.tree.map(lambda new, old: jnp.where(keep, new, old), fields, best)

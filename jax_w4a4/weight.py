@@ -151,7 +151,7 @@ class Weight:
             w = w * inverse
         if self.channel_scale is not None:
             w = w * self.channel_scale[..., :, None]
-        if self.lora_up is not None:
+        if self.lora_up is not None and self.lora_down is not None:
             low_rank = jnp.einsum(
                 "...nr,...kr->...nk",
                 formats.to_f32(self.lora_up),
@@ -418,17 +418,25 @@ def _check(name: str, a: Any, dtypes: tuple[str, ...], shape: tuple[int, ...], w
         raise ValueError(message)
 
 
+def check_options(
+    format: str, block_size: int | None, act_unsigned: bool, act_rule: str, who: str
+) -> formats.Format:
+    """ValueError unless the static fields of a weight exist and fit together."""
+    fmt = formats.get_format(format, who)
+    formats.check_block_size(fmt, block_size, who)
+    if act_rule not in formats.ACT_RULES:
+        raise ValueError(
+            f"jax_w4a4.{who}: act_rule={act_rule!r}; expected 'rceil' or 'floor' (mxfp4)"
+        )
+    if act_unsigned and format != "int4":
+        raise ValueError(
+            f"jax_w4a4.{who}: act_unsigned is for format 'int4'; the format is {format!r}"
+        )
+    return fmt
+
+
 def _validate(w: Weight, who: str) -> None:
-    fmt = formats.get_format(w.format, who)
-    formats.check_block_size(fmt, w.block_size, who)
-    if w.act_rule not in formats.ACT_RULES:
-        raise ValueError(
-            f"jax_w4a4.{who}: act_rule={w.act_rule!r}; expected 'rceil' or 'floor' (mxfp4)"
-        )
-    if w.act_unsigned and w.format != "int4":
-        raise ValueError(
-            f"jax_w4a4.{who}: act_unsigned is for format 'int4'; the format is {w.format!r}"
-        )
+    fmt = check_options(w.format, w.block_size, w.act_unsigned, w.act_rule, who)
     if isinstance(w.k, bool) or not isinstance(w.k, int) or w.k < 1:
         raise ValueError(f"jax_w4a4.{who}: k={w.k!r}; expected a positive integer")
     packed = w.packed

