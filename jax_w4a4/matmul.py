@@ -54,11 +54,12 @@ def matmul(
     global scales. Sums are fp32, cast once to the result's dtype. `docs/numerics.md` has every
     rounding; the low-rank branch is that of Li et al., "SVDQuant" (arXiv 2411.05007).
 
-    Works under jit, vmap, grad, remat, scan, linearize, export and sharding. Reverse mode is
-    straight-through: the activation quantizer counts as the identity, so the gradient with respect
-    to x goes through `w.effective()`. lora_up, lora_down, channel_scale and bias get gradients in
-    their own dtypes; codes, block scales, global scales and smooth get zeros. There is no forward
-    mode.
+    Works under jit, vmap, grad, remat, scan, export and sharding. `jax.linearize` gives a function
+    that can be transposed but not applied. Reverse mode is straight-through: the activation
+    quantizer counts as the identity, so the gradient with respect to x goes through
+    `w.effective()`. lora_up, lora_down, channel_scale and bias get gradients in their own dtypes;
+    codes, block scales, global scales and smooth get zeros. There is no forward mode and no second
+    derivative.
 
     Sharded leading dimensions of x and a sharded N need no communication, a sharded K one
     all-reduce. K is split only at multiples of max(32, block size); otherwise it is replicated,
