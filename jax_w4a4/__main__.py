@@ -12,18 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from jax_w4a4 import plan
-from jax_w4a4.plan import budget, targets
-
-_FORCIBLE = (
-    "tile_m",
-    "tile_n",
-    "cluster",
-    "main_stages",
-    "lora_stages",
-    "store_stages",
-    "group_m",
-    "quantizer",
-)
+from jax_w4a4.plan import budget, planner, targets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OBJECT",
         help="count OBJECT whole in each CTA of a pair, against the target's rule; repeatable",
     )
-    for name in _FORCIBLE:
+    for name in planner.FORCIBLE:
         explain.add_argument(f"--{name.replace('_', '-')}", type=int, help="force this choice")
     explain.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("demo", help="quantize a real model and compare", add_help=False)
@@ -122,7 +111,9 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         if len(options.shape) != 3:
             parser.error(f"explain takes three sizes M K N, got {len(options.shape)}")
         settings = {
-            name: getattr(options, name) for name in _FORCIBLE if getattr(options, name) is not None
+            name: getattr(options, name)
+            for name in planner.FORCIBLE
+            if getattr(options, name) is not None
         }
         if options.block_size != "format":
             settings["block_size"] = options.block_size

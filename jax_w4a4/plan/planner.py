@@ -33,7 +33,8 @@ SCHEMA = 2
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
 _DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
-_FORCIBLE = (
+# What a caller of `solve` may fix instead of leaving it to the solver.
+FORCIBLE = (
     "tile_m",
     "tile_n",
     "cluster",
@@ -297,11 +298,11 @@ def solve(
       ValueError: an unknown kernel, a kernel made for another target, a tile the design lacks.
       TypeError: an unknown forced choice.
     """
-    unknown = set(forced) - set(_FORCIBLE)
+    unknown = set(forced) - set(FORCIBLE)
     if unknown:
         raise TypeError(
             f"jax_w4a4.plan: cannot force {', '.join(sorted(unknown))}; "
-            f"expected any of {', '.join(_FORCIBLE)}"
+            f"expected any of {', '.join(FORCIBLE)}"
         )
     for name, value in forced.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
