@@ -1,59 +1,57 @@
-"""The layer shapes that are timed, and the routes a JAX user could take through them."""
+"""The routes a JAX user could take through a layer, as chains to be timed."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
 import jax_w4a4
 
+from . import peers, timing
+from .shapes import Shape
+
+BASE = "xla bf16 dot"
+
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    m: int
-    k: int
-    n: int
-    rank: int
+class Layer:
+    """One way to quantize and run a layer.
 
-    @property
-    def flops(self) -> int:
-        """The main product only, so that routes with and without a low-rank branch compare."""
-        return 2 * self.m * self.k * self.n
+    Attributes:
+      name: for the route.
+      quantize: keywords of `jax_w4a4.quantize`.
+      matmul: keywords of `jax_w4a4.matmul`.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.m}x{self.k}x{self.n}r{self.rank}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Shape":
-        """'MxKxN' or 'MxKxNrR'."""
-        dims, _, rank = text.partition("r")
-        m, k, n = map(int, dims.split("x"))
-        return cls(m, k, n, int(rank or 0))
+    name: str
+    quantize: dict
+    matmul: dict = dataclasses.field(default_factory=dict)
 
 
-# Z-Image Turbo at 1024 x 1024 (svdquant-kernels' production shapes), one that divides by no tile
-# (Qwen-Image, 83^2 tokens) and a square one.
-PREFILL = (
-    Shape(4352, 3840, 3072, 128),
-    Shape(4352, 3840, 15360, 128),
-    Shape(4352, 15360, 3840, 128),
-    Shape(4352, 10240, 3072, 32),
-    Shape(8192, 8192, 8192, 128),
-    Shape(6889, 3072, 12288, 128),
+LAYERS = (
+    Layer("mxfp4", {"format": "mxfp4"}),
+    Layer("nvfp4", {"format": "nvfp4"}),
+    Layer("int4", {"format": "int4"}),
+    Layer("int4 per row", {"format": "int4", "block_size": None}),
 )
 
 
-def random_layer(key: jax.Array, shape: Shape, format: str) -> tuple[jax.Array, jax_w4a4.Weight]:
-    """Gaussian bf16 x and a weight with low-rank branch, bias and channel_scale.
+def random_layer(
+    key: jax.Array, shape: Shape, layer: Layer, *, bare: bool = False
+) -> tuple[jax.Array, jax_w4a4.Weight]:
+    """Gaussian bf16 x and a weight with low-rank branch, bias and channel_scale unless `bare`.
 
     The low-rank factors are random rather than an SVD: the kernels cannot tell, and a benchmark
     need not wait for one decomposition per operand set.
     """
     kx, kw, kd, ku, kb = jax.random.split(key, 5)
     x = jax.random.normal(kx, (shape.m, shape.k), jnp.bfloat16)
-    w = jax_w4a4.quantize(jax.random.normal(kw, (shape.n, shape.k)) / shape.k**0.5, format, rank=0)
+    values = jax.random.normal(kw, (shape.n, shape.k)) / shape.k**0.5
+    w = jax_w4a4.quantize(values, rank=0, **layer.quantize)
+    if bare:
+        return x, w
     optional = {
         "bias": jax.random.normal(kb, (shape.n,)),
         "channel_scale": jnp.ones((shape.n,)),
@@ -65,49 +63,66 @@ def random_layer(key: jax.Array, shape: Shape, format: str) -> tuple[jax.Array, 
     return x, w.replace(**optional)
 
 
-def xla_bf16(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
+def xla_bf16(shape: Shape, copies: int) -> timing.Chain:
     """What the layer costs unquantized: one bf16 dot, no low-rank branch, no bias."""
     sets = []
-    for set_key in jax.random.split(key, copies):
+    for set_key in jax.random.split(jax.random.key(0), copies):
         kx, kw = jax.random.split(set_key)
         x = jax.random.normal(kx, (shape.m, shape.k), jnp.bfloat16)
         sets.append((x, jax.random.normal(kw, (shape.n, shape.k), jnp.bfloat16)))
-    return lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets
+    return timing.jax_chain(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets)
 
 
-def xla_scaled_matmul(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
+def xla_scaled_matmul(shape: Shape, copies: int) -> timing.Chain:
     """`jax.nn.scaled_matmul` on NVFP4 operands that are already quantized."""
     sets = []
-    for set_key in jax.random.split(key, copies):
-        x, w = random_layer(set_key, dataclasses.replace(shape, rank=0), "nvfp4")
-        a = jax_w4a4.quantize_activation(x, w.replace(bias=None, channel_scale=None))
+    for key in jax.random.split(jax.random.key(0), copies):
+        x, w = random_layer(key, shape, Layer("nvfp4", {"format": "nvfp4"}), bare=True)
+        a = jax_w4a4.quantize_activation(x, w)
         codes = jax_w4a4.Weight.from_packed(a.packed, a.scales, format="nvfp4", k=shape.k).values
         sets.append((codes[None], w.values[None], a.scales[None], w.scales[None]))
-    return lambda *a: jax.nn.scaled_matmul(*a, preferred_element_type=jnp.bfloat16), sets
+    call = functools.partial(jax.nn.scaled_matmul, preferred_element_type=jnp.bfloat16)
+    return timing.jax_chain(call, sets)
 
 
-def ours(format: str, *, quantized: bool, implementation: str | None = None) -> Callable:
+def ours(
+    layer: Layer,
+    shape: Shape,
+    copies: int,
+    *,
+    quantized: bool = False,
+    bare: bool = False,
+    implementation: str | None = None,
+) -> timing.Chain:
     """`matmul` from bf16 x, or (quantized=True) from a ready Activation."""
-
-    def build(key: jax.Array, shape: Shape, copies: int) -> tuple[Callable, list[tuple]]:
-        sets = [random_layer(k, shape, format) for k in jax.random.split(key, copies)]
-        call = functools.partial(jax_w4a4.matmul, implementation=implementation)
-        if quantized:
-            sets = [(jax_w4a4.quantize_activation(x, w), w) for x, w in sets]
-        return call, sets
-
-    return build
+    keys = jax.random.split(jax.random.key(0), copies)
+    sets = [random_layer(k, shape, layer, bare=bare) for k in keys]
+    call = functools.partial(jax_w4a4.matmul, implementation=implementation, **layer.matmul)
+    if quantized:
+        sets = [(jax_w4a4.quantize_activation(x, w), w) for x, w in sets]
+    return timing.jax_chain(call, sets)
 
 
-def routes(formats: tuple[str, ...]) -> Iterator[tuple[str, Callable]]:
-    """(name, builder) of everything that is timed in one run: XLA's own routes, what `matmul` does
-    by default, and on a GPU the simple kernel it is to be compared with."""
-    yield "xla bf16 dot", xla_bf16
+Builder = Callable[[Shape, int], timing.Chain]
+
+
+def routes(layers: Sequence[Layer], *, simple: bool = False) -> Iterator[tuple[str, Builder]]:
+    """(name, builder) of everything that is timed in one run.
+
+    XLA's own routes and other libraries'; then for every layer what `matmul` does by default from
+    float x and from a shared activation, and the local ceiling: the same without low-rank branch
+    and affine. `simple` adds the simple kernel that the fast one is to be compared with.
+    """
+    yield BASE, xla_bf16
     yield "jax.nn.scaled_matmul nvfp4", xla_scaled_matmul
-    on_gpu = jax.default_backend() == "gpu"
-    for format in formats:
-        yield f"matmul {format}", ours(format, quantized=False)
-        yield f"matmul {format} quantized x", ours(format, quantized=True)
-        if on_gpu:
-            v1 = ours(format, quantized=False, implementation="sm90_v1")
-            yield f"matmul {format} sm90_v1", v1
+    yield from peers.routes()
+    for layer in layers:
+        run = functools.partial(ours, layer)
+        yield f"matmul {layer.name}", run
+        yield f"matmul {layer.name} quantized x", functools.partial(run, quantized=True)
+        yield f"matmul {layer.name} bare", functools.partial(run, bare=True)
+        if simple and jax.default_backend() == "gpu":
+            yield (
+                f"matmul {layer.name} sm90_v1",
+                functools.partial(run, implementation="sm90_v1"),
+            )

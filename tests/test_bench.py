@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 # At the end: the installed package must win over the source tree beside bench/.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 from bench import __main__ as bench_main  # noqa: E402
-from bench import cases, timing  # noqa: E402
+from bench import cases, shapes, summary, timing  # noqa: E402
 
 
 class BenchTest(parameterized.TestCase):
@@ -21,9 +21,9 @@ class BenchTest(parameterized.TestCase):
         ("4352x3840x3072r128", (4352, 3840, 3072, 128)), ("1x2x3", (1, 2, 3, 0))
     )
     def test_shape_text_round_trips(self, text, expected):
-        shape = cases.Shape.parse(text)
+        shape = shapes.Shape.parse(text)
         self.assertEqual((shape.m, shape.k, shape.n, shape.rank), expected)
-        self.assertEqual(cases.Shape.parse(str(shape)), shape)
+        self.assertEqual(shapes.Shape.parse(str(shape)), shape)
 
     def test_operand_sets_exceed_the_cache(self):
         self.assertGreaterEqual(timing.copies_past_cache(6_000_000) * 6_000_000, 180e6)
@@ -38,17 +38,77 @@ class BenchTest(parameterized.TestCase):
         for key in ("command", "date", "device", "jax", "jaxlib", "jax_w4a4"):
             self.assertIn(key, result["environment"])
         names = [row["route"] for row in result["rows"]]
-        self.assertEqual(names, [name for name, _ in cases.routes(bench_main.FORMATS)])
+        self.assertEqual(names, [name for name, _ in cases.routes(cases.LAYERS)])
+        self.assertIn("matmul mxfp4 / xla bf16 dot", result["ratios"])
         for row in result["rows"]:
             if row["route"].startswith("matmul"):
                 self.assertGreater(row["us"], 0)
 
     def test_a_failing_route_of_ours_fails_the_run(self):
-        def broken(key, shape, copies):
+        def broken(shape, copies):
             raise ValueError("no kernel")
 
-        with mock.patch.object(cases, "routes", lambda formats: [("matmul nvfp4", broken)]):
+        with mock.patch.object(cases, "routes", lambda *_, **__: [("matmul nvfp4", broken)]):
             self.assertEqual(bench_main.main(["--shapes", "8x32x8", "--rounds", "1"]), 1)
+
+    def test_a_peer_that_cannot_run_does_not(self):
+        def broken(shape, copies):
+            raise ValueError("not on this chip")
+
+        with mock.patch.object(cases, "routes", lambda *_, **__: [("torch int8", broken)]):
+            self.assertEqual(bench_main.main(["--shapes", "8x32x8", "--rounds", "1"]), 0)
+
+    def test_a_chain_is_timed_call_by_call(self):
+        done = []
+        chain = timing.Chain(lambda: done.append(0), lambda _: None, 4)
+        self.assertGreater(timing.seconds_per_call(chain, rounds=1, min_seconds=0.001), 0)
+        self.assertGreater(len(done), 4)
+
+
+def rows(**times):
+    """Rows of one shape: route (underscores for spaces) = (us, gemm_us)."""
+    return [
+        {"shape": "s", "route": name.replace("_", " "), "us": us, "gemm_us": gemm}
+        for name, (us, gemm) in times.items()
+    ]
+
+
+class SummaryTest(parameterized.TestCase):
+    """A regression that the comparison lets through goes unseen until a user meets it."""
+
+    committed = rows(xla_bf16_dot=(100, 90), matmul_mxfp4=(50, 45), matmul_mxfp4_bare=(44, 40))
+
+    def test_ratios_take_whole_calls_and_gemms_apart(self):
+        got = summary.ratios(self.committed)
+        self.assertEqual(got["matmul mxfp4 / xla bf16 dot"], {"s": 2.0})
+        self.assertEqual(got["matmul mxfp4 gemm / xla bf16 dot"], {"s": 2.0})
+        self.assertAlmostEqual(got["matmul mxfp4 gemm / its bare gemm"]["s"], 40 / 45)
+        self.assertNotIn("matmul mxfp4 gemm / torch bf16", got)
+
+    def test_geomean(self):
+        self.assertAlmostEqual(summary.geomean([1.0, 4.0]), 2.0)
+
+    @parameterized.parameters((52, 45, 0), (53, 45, 1), (50, 48, 2))
+    def test_a_ratio_that_falls_by_more_than_a_twentieth_is_a_regression(self, us, gemm, count):
+        """Slower in the call, in the gemm (against the peer and against the local ceiling)."""
+        new = rows(xla_bf16_dot=(100, 90), matmul_mxfp4=(us, gemm), matmul_mxfp4_bare=(44, 40))
+        self.assertLen(summary.regressions(new, self.committed), count)
+
+    def test_a_slower_machine_is_no_regression(self):
+        slow = rows(xla_bf16_dot=(200, 180), matmul_mxfp4=(100, 90), matmul_mxfp4_bare=(88, 80))
+        self.assertEqual(summary.regressions(slow, self.committed), [])
+
+    def test_the_comparison_sets_the_exit_code(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "before.json"
+            arguments = ["--shapes", "8x32x16r16", "--rounds", "1", "--layers", "mxfp4"]
+            self.assertEqual(bench_main.main([*arguments, "--json", str(path)]), 0)
+            before = json.loads(path.read_text())
+            for row in before["rows"]:
+                if row["route"] == "matmul mxfp4":
+                    row["us"] /= 1000
+            path.write_text(json.dumps(before))
+            self.assertEqual(bench_main.main([*arguments, "--compare", str(path)]), 1)
 
 
 if __name__ == "__main__":
