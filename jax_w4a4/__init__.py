@@ -12,6 +12,7 @@ from jax_w4a4.explain import Explanation, explain
 from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.primitives import DISABLE_JAX_EXPORT_CHECKS, FallbackWarning
 from jax_w4a4.quantize import quantize
+from jax_w4a4.tune import Tuned, tune
 from jax_w4a4.weight import Activation, Weight
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "Activation",
     "Explanation",
     "FallbackWarning",
+    "Tuned",
     "Weight",
     "build_info",
     "explain",
@@ -27,4 +29,5 @@ __all__ = [
     "matmul",
     "quantize",
     "quantize_activation",
+    "tune",
 ]

@@ -363,12 +363,14 @@ class Call:
       implementation: None, "cuda" or "xla".
       target: what to plan for; None where no plan is possible.
       kernel: the kernel to plan, None for the planner's choice.
+      tuning: version of the tuned choices that the planner reads.
     """
 
     out_dtype: str
     implementation: str | None
     target: plan.Target | None
     kernel: str | None = None
+    tuning: int = dataclasses.field(default_factory=plan.tuning.version)
 
     def __repr__(self) -> str:
         # Printed inside jaxprs.

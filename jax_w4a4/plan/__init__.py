@@ -7,7 +7,7 @@
 7
 """
 
-from jax_w4a4.plan import budget, planner, roofline, targets
+from jax_w4a4.plan import budget, planner, roofline, targets, tuning
 from jax_w4a4.plan.budget import Buffer, Config, Problem, QuantizerPlan, Region, Row
 from jax_w4a4.plan.planner import (
     DoesNotFitError,
@@ -39,4 +39,5 @@ __all__ = [
     "schedule",
     "solve",
     "targets",
+    "tuning",
 ]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_w4a4.plan import budget, targets
+from jax_w4a4.plan import budget, targets, tuning
 from jax_w4a4.plan.budget import Config, Design, Problem, QuantizerPlan, Region, Row
 from jax_w4a4.plan.targets import Target
 
@@ -286,7 +286,8 @@ def solve(
     Args:
       problem: shapes and dtypes, per device.
       target: a :class:`~jax_w4a4.plan.targets.Target` or its name.
-      kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem.
+      kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem,
+        with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
         quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as given
         instead of chosen. Only a forced ``main_stages`` can be below 2.
@@ -307,7 +308,12 @@ def solve(
     for name, value in forced.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"jax_w4a4.plan: forced {name} is {value!r}; expected an integer >= 0")
-    return _solve(problem, targets.get(target), kernel, tuple(sorted(forced.items())))
+    target = targets.get(target)
+    tuned = tuning.lookup(problem, target.name) if kernel is None and not forced else None
+    if tuned is not None:
+        found = _solve(problem, target, None, tuned.choices)
+        return dataclasses.replace(found, reasons=(f"tuned {tuned}", *found.reasons))
+    return _solve(problem, target, kernel, tuple(sorted(forced.items())))
 
 
 @functools.lru_cache(maxsize=4096)

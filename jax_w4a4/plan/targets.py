@@ -89,8 +89,9 @@ _CTA_PAIR_HALVES = frozenset(
     {"activation", "activation_scale", "lora_act", "weight", "lora_up", "accumulator"}
 )
 # wgmma reads the shared memory of its own CTA only: a Hopper cluster along N shares the tokens'
-# tiles by TMA multicast (half the L2 reads each) and keeps a full copy in each CTA.
-_HOPPER_MULTICAST = frozenset({"activation", "activation_scale", "lora_act"})
+# tiles by TMA multicast (half the L2 reads each) and keeps a full copy in each CTA. The tokens'
+# scales are too few to share: each CTA fetches its own.
+_HOPPER_MULTICAST = frozenset({"activation", "lora_act"})
 
 _CUDA_GUIDE = "CUDA programming guide, technical specifications per compute capability"
 

@@ -1,0 +1,136 @@
+"""Measured choices that stand in for the planner's: a table that `jax_w4a4.tune` fills.
+
+The table is empty unless a file is loaded: by `load`, or from the path in the environment variable
+JAX_W4A4_TUNING when the first plan is made. Entries hold for exactly one problem on one target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax_w4a4.plan.budget import Problem
+
+ENVIRONMENT = "JAX_W4A4_TUNING"
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The fastest choices found for one problem.
+
+    Attributes:
+      target: name of the target, such as "sm_90".
+      problem: what was timed.
+      choices: (name, value) pairs as `plan.solve` takes them.
+      us: microseconds of one call with them.
+      planned_us: the same with the planner's own choices, in the same run.
+      device: name of the device that it was measured on.
+    """
+
+    target: str
+    problem: Problem
+    choices: tuple[tuple[str, int], ...]
+    us: float
+    planned_us: float
+    device: str
+
+    def __str__(self) -> str:
+        text = ", ".join(f"{name}={value}" for name, value in self.choices)
+        return f"{text}: {self.us:.1f} us measured on {self.device}, planned {self.planned_us:.1f}"
+
+
+_table: dict[tuple[str, Problem], Tuned] = {}
+_version = 0
+
+
+def version() -> int:
+    """Changes whenever the table does; part of every call's static parameters, so that JAX traces
+    again."""
+    _load_environment()
+    return _version
+
+
+def lookup(problem: Problem, target: str) -> Tuned | None:
+    """The entry for a problem, None if it was not tuned."""
+    _load_environment()
+    return _table.get((target, problem))
+
+
+def add(entries: Iterable[Tuned]) -> None:
+    """Puts entries into the table, over those that it has for the same problems."""
+    global _version
+    _table.update({(entry.target, entry.problem): entry for entry in entries})
+    _version += 1
+
+
+def clear() -> None:
+    """Empties the table."""
+    global _version
+    _table.clear()
+    _version += 1
+
+
+@contextlib.contextmanager
+def using(entries: Iterable[Tuned]) -> Iterator[None]:
+    """The table with these entries added, inside the block."""
+    global _version
+    before = dict(_table)
+    add(entries)
+    try:
+        yield
+    finally:
+        _table.clear()
+        _table.update(before)
+        _version += 1
+
+
+def save(path: str | os.PathLike, entries: Iterable[Tuned]) -> None:
+    """Writes entries as JSON."""
+    rows = [dataclasses.asdict(entry) | {"choices": dict(entry.choices)} for entry in entries]
+    text = json.dumps({"schema": SCHEMA, "entries": rows}, indent=1)
+    pathlib.Path(path).write_text(text + "\n")
+
+
+def load(path: str | os.PathLike) -> tuple[Tuned, ...]:
+    """Reads a file that `save` wrote and adds its entries to the table.
+
+    Raises:
+      OSError: the file can't be read.
+      ValueError: it is not such a file, or the planner of this version refuses an entry.
+    """
+    from jax_w4a4.plan import planner
+
+    who = "jax_w4a4.plan.tuning.load"
+    try:
+        data = json.loads(pathlib.Path(path).read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']}, expected {SCHEMA}")
+        entries = tuple(_entry(row) for row in data["entries"])
+        for entry in entries:
+            planner.solve(entry.problem, entry.target, **dict(entry.choices))
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{who}: {os.fspath(path)} is no tuning file of this version "
+            f"({type(error).__name__}: {error}); write it anew with jax_w4a4.tune"
+        ) from error
+    add(entries)
+    return entries
+
+
+def _entry(row: dict[str, Any]) -> Tuned:
+    choices = tuple(sorted((str(name), int(value)) for name, value in row["choices"].items()))
+    return Tuned(**row | {"problem": Problem(**row["problem"]), "choices": choices})
+
+
+@functools.cache
+def _load_environment() -> None:
+    path = os.environ.get(ENVIRONMENT)
+    if path:
+        load(path)

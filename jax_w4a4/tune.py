@@ -1,0 +1,148 @@
+"""`tune`: times every tile of the kernel for given shapes and keeps the fastest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_w4a4 import _ffi, _timing, plan
+from jax_w4a4.matmul import matmul
+from jax_w4a4.plan.tuning import Tuned
+from jax_w4a4.quantize import quantize
+from jax_w4a4.weight import Weight
+
+Array = jax.Array
+
+
+def tune(
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    format: str = "nvfp4",
+    rank: int = 32,
+    dtype: Any = jnp.bfloat16,
+    path: str | os.PathLike | None = None,
+    rounds: int = 5,
+    **options: Any,
+) -> tuple[Tuned, ...]:
+    """Times the tiles of the gemm for some shapes; from then on the planner takes the fastest.
+
+    Nothing needs to be tuned: without it the planner chooses by its cost model. The result holds
+    for exactly these shapes, per device (one device's shard of a sharded product). A saved file is
+    read back by `jax_w4a4.plan.tuning.load(path)`, or at start from the path in the environment
+    variable JAX_W4A4_TUNING.
+
+    Args:
+      shapes: (M, K, N) of x (M, K) and of the weight (N, K).
+      format, rank: of the weight, which is random.
+      dtype: of x.
+      path: where to save the result as JSON.
+      rounds: timed rounds per candidate, of which the median counts.
+      **options: more keywords of `jax_w4a4.quantize`, `block_size` say.
+
+    Returns:
+      For each shape the choices found, with the measured microseconds.
+
+    Raises:
+      NotImplementedError: no GPU, a CPU package, or a kernel without a choice of tiles.
+      ValueError, TypeError: as `quantize` and `matmul`.
+    """
+    for shape in shapes:
+        if len(shape) != 3 or not all(isinstance(d, int) and d > 0 for d in shape):
+            raise ValueError(f"jax_w4a4.tune: shape {shape!r}; expected (M, K, N), all positive")
+    if not _ffi.has_cuda() or jax.default_backend() != "gpu":
+        raise NotImplementedError(
+            "jax_w4a4.tune: needs a GPU and a package with CUDA kernels; plans for another machine "
+            "can be read with jax_w4a4.explain, tuning files loaded with "
+            "jax_w4a4.plan.tuning.load"
+        )
+    device = jax.devices()[0].device_kind
+    found = tuple(
+        _tune_one(*_operands(shape, format, rank, dtype, options), device, rounds)
+        for shape in shapes
+    )
+    plan.tuning.add(found)
+    if path is not None:
+        plan.tuning.save(path, found)
+    return found
+
+
+def _operands(
+    shape: tuple[int, int, int], format: str, rank: int, dtype: Any, options: dict[str, Any]
+) -> tuple[list[Array], list[Weight]]:
+    """Operand sets that together don't fit the L2 cache."""
+    m, k, n = shape
+    copies = _timing.copies_past_cache(n * k // 2 + jnp.dtype(dtype).itemsize * m * k, most=8)
+    xs, ws = [], []
+    for key in jax.random.split(jax.random.key(0), copies):
+        kx, kw = jax.random.split(key)
+        xs.append(jax.random.normal(kx, (m, k), dtype))
+        # One round of the fit: the kernels cannot tell a good low-rank branch from a bad one.
+        ws.append(
+            quantize(jax.random.normal(kw, (n, k)), format, rank=rank, iterations=1, **options)
+        )
+    return xs, ws
+
+
+def _tune_one(xs: list[Array], ws: list[Weight], device: str, rounds: int) -> Tuned:
+    planned = _plan_of(xs[0], ws[0])
+    sets = list(zip(xs, ws, strict=True))
+
+    def seconds(choices: dict[str, int]) -> float:
+        entry = Tuned(planned.target, planned.problem, _pairs(choices), 0.0, 0.0, device)
+        with plan.tuning.using([entry]):
+            chain = _timing.jax_chain(_matmul, sets)
+            return _timing.seconds_per_call(chain, rounds=rounds)
+
+    return sweep(planned, seconds, device)
+
+
+def _matmul(x: Array, w: Weight) -> Array:
+    return matmul(x, w, implementation="cuda")
+
+
+def _pairs(choices: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(choices.items()))
+
+
+def _plan_of(x: Array, w: Weight) -> plan.Plan:
+    with plan.recording() as plans:
+        jax.jit(_matmul).trace(x, w)
+    return plans[0]
+
+
+def sweep(planned: plan.Plan, seconds: Callable[[dict[str, int]], float], device: str) -> Tuned:
+    """The fastest of the tiles that fit.
+
+    Args:
+      planned: the planner's own plan.
+      seconds: times one call with the given choices.
+      device: name of the device, for the record.
+
+    Raises:
+      NotImplementedError: the kernel has one tile.
+    """
+    design = plan.budget.DESIGNS[planned.kernel]
+    own = {"tile_m": planned.tile_m, "tile_n": planned.tile_n, "cluster": planned.cluster}
+    timed = [(seconds(own), own)]
+    for tile_m, tile_n, cluster in design.tiles:
+        choices = {"tile_m": tile_m, "tile_n": tile_n, "cluster": cluster}
+        if choices == own:
+            continue
+        try:
+            plan.solve(planned.problem, planned.target, kernel=planned.kernel, **choices)
+        except plan.DoesNotFitError:
+            continue
+        timed.append((seconds(choices), choices))
+    if len(timed) == 1:
+        raise NotImplementedError(
+            f"jax_w4a4.tune: kernel {planned.kernel} has one tile for this problem, there is "
+            "nothing to choose"
+        )
+    best, choices = min(timed, key=lambda pair: pair[0])
+    return Tuned(
+        planned.target, planned.problem, _pairs(choices), best * 1e6, timed[0][0] * 1e6, device
+    )

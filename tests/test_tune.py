@@ -1,0 +1,144 @@
+"""Tuned choices: what the sweep keeps, how the planner takes it, and what a bad file does."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+import jax_w4a4
+from jax_w4a4 import plan
+from jax_w4a4.plan import tuning
+from jax_w4a4.tune import sweep
+
+PROBLEM = plan.Problem(
+    4352, 3072, 3840, 128, "mxfp4", 32, "bfloat16", "bfloat16", "bfloat16", "float8_e8m0fnu", 3840
+)
+OTHER = (("cluster", 1), ("tile_m", 64), ("tile_n", 128))
+
+
+def entry(problem=PROBLEM, choices=OTHER):
+    return tuning.Tuned("sm_90", problem, choices, 70.0, 80.0, "a test")
+
+
+class TableTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(tuning.clear)
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = pathlib.Path(folder.name) / "tuning.json"
+
+    def test_the_planner_takes_a_tuned_tile_and_says_so(self):
+        own = plan.solve(PROBLEM, "sm_90")
+        self.assertNotEqual(own.tile_m, 64)
+        with tuning.using([entry()]):
+            tuned = plan.solve(PROBLEM, "sm_90")
+        self.assertEqual((tuned.tile_m, tuned.cluster), (64, 1))
+        self.assertIn("70.0 us measured on a test, planned 80.0", tuned.reasons[0])
+        self.assertEqual(plan.solve(PROBLEM, "sm_90"), own)
+
+    def test_other_problems_targets_and_forced_plans_are_untouched(self):
+        tuning.add([entry()])
+        wider = plan.Problem(**{**PROBLEM.__dict__, "n": 6144})
+        self.assertNotEqual(plan.solve(wider, "sm_90").tile_m, 64)
+        self.assertEqual(plan.solve(PROBLEM, "sm_90", tile_m=200).tile_m, 200)
+        self.assertIsNone(tuning.lookup(PROBLEM, "sm_100"))
+
+    def test_a_change_of_the_table_makes_jax_trace_again(self):
+        """A plan that jit remembered from before the tuning would never be replaced."""
+        w = jax_w4a4.quantize(jax.random.normal(jax.random.key(0), (3072, 3840)), "mxfp4", rank=0)
+        x = jax.ShapeDtypeStruct((4352, 3840), jnp.bfloat16)
+        problem = plan.Problem(**{**PROBLEM.__dict__, "rank": 0})
+
+        def tile():
+            with plan.recording() as plans:
+                jax.jit(lambda x, w: jax_w4a4.matmul(x, w)).trace(x, w)
+            return plans[0].tile_m
+
+        before = tile()
+        tuning.add([entry(problem)])
+        self.assertEqual(tile(), 64)
+        tuning.clear()
+        self.assertEqual(tile(), before)
+
+    def test_a_file_round_trips(self):
+        tuning.save(self.path, [entry()])
+        self.assertEqual(tuning.load(self.path), (entry(),))
+        self.assertEqual(plan.solve(PROBLEM, "sm_90").tile_m, 64)
+
+    @parameterized.parameters(
+        ("not json", "JSONDecodeError"),
+        ("{}", "KeyError"),
+        (json.dumps({"schema": 0, "entries": []}), "schema 0, expected"),
+    )
+    def test_a_bad_file_is_refused(self, text, reason):
+        self.path.write_text(text)
+        with self.assertRaisesRegex(ValueError, f"jax_w4a4.plan.tuning.load: .*{reason}"):
+            tuning.load(self.path)
+
+    def test_an_entry_that_the_planner_refuses_is_refused_at_once(self):
+        tuning.save(self.path, [entry(choices=(("tile_m", 1000),))])
+        with self.assertRaisesRegex(ValueError, "has no tile with tile_m=1000"):
+            tuning.load(self.path)
+        self.assertIsNone(tuning.lookup(PROBLEM, "sm_90"))
+
+    def test_the_environment_names_a_file(self):
+        tuning.save(self.path, [entry()])
+        row = json.loads(self.path.read_text())["entries"][0]
+        program = (
+            "from jax_w4a4 import plan; from jax_w4a4.plan import tuning;"
+            f"p = tuning._entry({row}).problem;"
+            "print(plan.solve(p, 'sm_90').tile_m)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, tuning.ENVIRONMENT: str(self.path), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        self.assertEqual(done.stdout.strip(), "64")
+
+
+class SweepTest(parameterized.TestCase):
+    def test_every_tile_that_fits_is_timed_and_the_fastest_kept(self):
+        planned = plan.solve(PROBLEM, "sm_90")
+        timed = []
+
+        def seconds(choices):
+            timed.append(tuple(sorted(choices.items())))
+            return 1e-6 if choices["tile_m"] == 64 and choices["cluster"] == 1 else 2e-6
+
+        best = sweep(planned, seconds, "a test")
+        self.assertEqual(best.choices, OTHER)
+        self.assertAlmostEqual(best.us, 1.0)
+        self.assertAlmostEqual(best.planned_us, 2.0)
+        self.assertEqual(len(timed), len(set(timed)))
+        tiles = plan.budget.DESIGNS["sm90_v2"].tiles
+        self.assertLen(timed, len(tiles))
+
+    def test_the_planned_tile_stays_unless_another_is_faster(self):
+        planned = plan.solve(PROBLEM, "sm_90")
+        best = sweep(planned, lambda choices: 1e-6, "a test")
+        self.assertEqual(dict(best.choices)["tile_m"], planned.tile_m)
+
+    def test_without_a_gpu_it_says_what_to_do(self):
+        if jax.default_backend() == "gpu":
+            self.skipTest("there is one")
+        with self.assertRaisesRegex(NotImplementedError, "jax_w4a4.tune: needs a GPU"):
+            jax_w4a4.tune([(4352, 3840, 3072)])
+
+    @parameterized.parameters(((1, 2),), ((0, 64, 64),), ((1.5, 64, 64),))
+    def test_bad_shapes(self, shape):
+        with self.assertRaisesRegex(ValueError, r"jax_w4a4.tune: shape .* expected \(M, K, N\)"):
+            jax_w4a4.tune([shape])
+
+
+if __name__ == "__main__":
+    absltest.main()
