@@ -22,10 +22,11 @@ from . import cases, summary, timing
 from .shapes import PREFILL, Shape
 
 
-def environment() -> dict:
+def environment(module: str = "bench") -> dict:
+    """Where and how a result was measured."""
     device = jax.devices()[0]
     return {
-        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": device.device_kind,
         "backend": getattr(device.client, "platform_version", device.platform),

@@ -10,8 +10,10 @@ from absl.testing import absltest, parameterized
 
 # At the end: the installed package must win over the source tree beside bench/.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+import jax_w4a4  # noqa: E402
 from bench import __main__ as bench_main  # noqa: E402
-from bench import cases, shapes, summary, timing  # noqa: E402
+from bench import accounting, accuracy, cases, shapes, summary, timing  # noqa: E402
+from jax_w4a4 import plan  # noqa: E402
 
 
 class BenchTest(parameterized.TestCase):
@@ -109,6 +111,42 @@ class SummaryTest(parameterized.TestCase):
                     row["us"] /= 1000
             path.write_text(json.dumps(before))
             self.assertEqual(bench_main.main([*arguments, "--compare", str(path)]), 1)
+
+
+class AccountingTest(parameterized.TestCase):
+    """The comparison must differ in the account alone, or it shows something else."""
+
+    def problem(self, rank):
+        return plan.Problem(
+            *(4352, 3072, 3840, rank, "mxfp4", 32, "bfloat16", "bfloat16", "bfloat16"),
+            "float8_e8m0fnu",
+        )
+
+    def test_resident_lora_costs_main_stages(self):
+        plans = accounting.variants(self.problem(128), 200)
+        self.assertEqual({p.tile_m for p in plans.values()}, {200})
+        self.assertEqual([p.cluster for p in plans.values()], [1, 2, 2])
+        # 328 rows x 128 ranks x 2 bytes beside the rest of 232448 leave two stages of five.
+        stages = {name: p.main_stages for name, p in plans.items()}
+        self.assertEqual(stages, {"single": 5, "carved": 2, "streamed": 5})
+
+    def test_too_large_a_rank_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "rank 256 at tile 256 leaves no two main stages"):
+            accounting.variants(self.problem(256), 256)
+
+
+class AccuracyTest(parameterized.TestCase):
+    @parameterized.parameters("gaussian", "outlier channels", "all positive")
+    def test_the_reference_is_off_by_the_rounding_of_the_result_only(self, data):
+        """fp32 sums: anything above bf16's rounding would be an error of the measurement."""
+        row = accuracy.measure(cases.LAYERS[1], data, 32, 256, 32)
+        self.assertAlmostEqual(row["error"] / row["error_of_bf16"], 1.0, delta=0.02)
+
+    def test_a_wrong_product_shows(self):
+        original = jax_w4a4.matmul
+        with mock.patch.object(jax_w4a4, "matmul", lambda x, w: original(x, w) * 1.03125):
+            row = accuracy.measure(cases.LAYERS[1], "gaussian", 32, 256, 32)
+        self.assertGreater(row["error"], 0.03)
 
 
 if __name__ == "__main__":
