@@ -405,11 +405,10 @@ Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
                  "jax_w4a4: kernel sm90_v2 takes fewer than 2^31 rows, got " +
                      std::to_string(m) + " and " + std::to_string(n));
   }
-  const Format format = static_cast<Format>(spec.format);
   // The token ring copies whole tiles.
-  const int64_t tokens = format == Format::kMxfp4 ? m + plan.tile_m : 0;
+  const int64_t tokens = GemmV2TokenScale(plan.V2Path()) ? m + plan.tile_m : 0;
   W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
-                             {m, GemmV2ActBytes(format, spec.k_pad)}));
+                             {m, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
   W4A4_RETURN_IF_ERROR(
       Check("token_scale", b.token_scale, {DataType::F32}, {tokens}));
   return Check("rows", b.rows, {DataType::F32},
@@ -432,12 +431,13 @@ WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
   p.channel_scale = OptionalData(b.channel_scale);
   p.bias = OptionalData(b.bias);
   p.rows = w.rows.untyped_data();
+  p.scale_dtype = ToDType(b.weight_scale.element_type());
   p.n = Dim(b.weight, 0);
   return p;
 }
 
 Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
-             const SpecAttrs& spec) {
+             const PlanAttrs& plan, const SpecAttrs& spec) {
   RepackV2Params p = {};
   p.packed = static_cast<const uint8_t*>(b.act.untyped_data());
   p.scales = b.act_scale.untyped_data();
@@ -446,7 +446,8 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.weight = WeightRows(b, w);
   p.m = Dim(b.act, 0);
   p.k_pad = static_cast<int>(spec.k_pad);
-  W4A4_CUDA(LaunchRepackV2(static_cast<Format>(spec.format), p, stream));
+  p.is_unsigned = spec.act_unsigned != 0;
+  W4A4_CUDA(LaunchRepackV2(plan.V2Path(), p, stream));
   return Error::Success();
 }
 
@@ -492,11 +493,10 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.group_m = static_cast<int>(plan.group_m);
   p.smem = GetGemmV2Smem(plan);
 
-  const Format format = static_cast<Format>(spec.format);
   const int tile_m = static_cast<int>(plan.tile_m);
   const int cluster = static_cast<int>(plan.cluster);
   const LaunchResult done =
-      LaunchGemmV2(format, tile_m, cluster, p,
+      LaunchGemmV2(plan.V2Path(), tile_m, cluster, p,
                    g_dependent_launch.load(std::memory_order_relaxed), device,
                    stream);
   if (done.detail != nullptr) {
@@ -506,7 +506,7 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   }
   if (done.code != cudaSuccess) return CudaError("gemm sm90_v2", done.code);
   std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {GemmV2Kernel(format, tile_m, cluster),
+  g_last = {GemmV2Kernel(plan.V2Path(), tile_m, cluster),
             device,
             static_cast<unsigned>(done.grid),
             1,
@@ -570,7 +570,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
   if (m == 0 || n == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
-  W4A4_RETURN_IF_ERROR(Repack(stream, g, w, spec));
+  W4A4_RETURN_IF_ERROR(Repack(stream, g, w, plan, spec));
   return GemmV2(stream, g, w, plan, spec, device);
 }
 
@@ -636,7 +636,7 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
     W4A4_RETURN_IF_ERROR(CheckV2Types(b));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     if (m == 0 || n == 0) return Error::Success();
-    W4A4_RETURN_IF_ERROR(Repack(stream, b, w, spec));
+    W4A4_RETURN_IF_ERROR(Repack(stream, b, w, plan, spec));
     return GemmV2(stream, b, w, plan, spec, device);
   }
   // Alone in its handler: XLA may have put any kernel before it, so no

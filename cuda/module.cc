@@ -25,9 +25,9 @@ nb::dict Target(XLA_FFI_Handler* execute) {
 
 nb::dict Registrations() {
   nb::dict targets;
-  targets["jax_w4a4.quantize.v2"] = Target(W4a4Quantize);
-  targets["jax_w4a4.gemm.v2"] = Target(W4a4Gemm);
-  targets["jax_w4a4.matmul.v2"] = Target(W4a4Matmul);
+  targets["jax_w4a4.quantize.v3"] = Target(W4a4Quantize);
+  targets["jax_w4a4.gemm.v3"] = Target(W4a4Gemm);
+  targets["jax_w4a4.matmul.v3"] = Target(W4a4Matmul);
   return targets;
 }
 

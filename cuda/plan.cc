@@ -109,13 +109,28 @@ ffi::Error CheckV1Attrs(const PlanAttrs& p) {
   return ffi::Error::Success();
 }
 
-ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
-  const Format format = static_cast<Format>(s.format);
-  if (format == Format::kInt4) {
-    return Invalid("kernel sm90_v2 has no int4 path; plan with sm90_v1");
+// Whether the main loop of `path` can multiply what the spec describes.
+bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
+  switch (path) {
+    case GemmV2Path::kMxfp4:
+      return s.format == static_cast<int64_t>(Format::kMxfp4);
+    case GemmV2Path::kNvfp4:
+      return s.format == static_cast<int64_t>(Format::kNvfp4);
+    case GemmV2Path::kInt4Row:
+      return s.format == static_cast<int64_t>(Format::kInt4) &&
+             s.block_size == s.k_pad && s.k_pad <= kGemmV2MaxInt4K;
   }
-  const int tile_k = GemmV2TileK(format);
-  if (GemmV2Kernel(format, static_cast<int>(p.tile_m),
+  return false;
+}
+
+ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
+  if (!IsGemmV2Path(p.path) || !PathTakes(p.V2Path(), s)) {
+    return Invalid("kernel sm90_v2 has no path ", p.path, " for format ",
+                   s.format, " with block_size=", s.block_size, " k_pad=",
+                   s.k_pad);
+  }
+  const int tile_k = GemmV2TileK(p.V2Path());
+  if (GemmV2Kernel(p.V2Path(), static_cast<int>(p.tile_m),
                    static_cast<int>(p.cluster)) == nullptr ||
       p.tile_n != kGemmV2TileN * p.cluster || p.tile_k != tile_k ||
       p.threads != kGemmV2Threads || p.main_stages < 2 ||
@@ -174,15 +189,13 @@ ffi::Error CheckV1Regions(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
-ffi::Error CheckV2Regions(const PlanAttrs& p, const SpecAttrs& s,
-                          int64_t rank) {
-  const Format format = static_cast<Format>(s.format);
+ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   if (rank % 16 != 0 || rank > kGemmV2MaxRank) {
     return Precondition("kernel sm90_v2 takes ranks that are a multiple of 16 "
                         "up to ", kGemmV2MaxRank, ", lora_up has rank ", rank);
   }
   const int64_t rows = kGemmV2TileN;  // weight rows of this CTA
-  const int64_t token = format == Format::kMxfp4 ? p.tile_m * 4 : 0;
+  const int64_t token = GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0;
   const int64_t rank_bytes = rank > 0 ? kGemmV2RankBytes : 0;
   const int64_t ring = p.stage_bytes * p.main_stages;
   // 1024: the swizzle of 128-byte rows repeats every eight of them; 512: of
@@ -263,7 +276,7 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
 
 ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
                             int64_t rank) {
-  return p.IsV2() ? CheckV2Regions(p, s, rank) : CheckV1Regions(p, s, rank);
+  return p.IsV2() ? CheckV2Regions(p, rank) : CheckV1Regions(p, s, rank);
 }
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,

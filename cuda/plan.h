@@ -12,7 +12,7 @@
 
 namespace jax_w4a4 {
 
-constexpr int64_t kPlanSchema = 2;
+constexpr int64_t kPlanSchema = 3;
 
 // Values of PlanAttrs::kernel.
 enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
@@ -25,6 +25,8 @@ struct PlanAttrs {
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
   // m tiles per sweep over n; 0 where the hardware orders the tiles.
   int64_t group_m;
+  // sm90_v2: a GemmV2Path; 0 otherwise.
+  int64_t path;
   // From one stage of the activation to the next.
   int64_t stage_bytes;
   // Offsets of the first stage from the start of dynamic shared memory.
@@ -39,6 +41,8 @@ struct PlanAttrs {
   bool IsV2() const {
     return kernel == static_cast<int64_t>(KernelId::kSm90V2);
   }
+  // Valid once CheckAttrs has passed, as all that follows.
+  GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }
   bool QuantizerIsV2() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kV2);
   }
@@ -76,7 +80,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("main_stages"), StructMember<int64_t>("lora_stages"),
     StructMember<int64_t>("store_stages"), StructMember<int64_t>("threads"),
     StructMember<int64_t>("smem_bytes"), StructMember<int64_t>("group_m"),
-    StructMember<int64_t>("stage_bytes"), StructMember<int64_t>("off_weight"),
+    StructMember<int64_t>("path"), StructMember<int64_t>("stage_bytes"), StructMember<int64_t>("off_weight"),
     StructMember<int64_t>("off_act"), StructMember<int64_t>("off_weight_scale"),
     StructMember<int64_t>("off_act_scale"),
     StructMember<int64_t>("off_lora_up"), StructMember<int64_t>("off_lora_act"),

@@ -62,6 +62,25 @@ __device__ __forceinline__ void expand_e2m1_e5m2(uint32_t word, FoldTable table,
   half1 = prmt(table.lo, table.hi, magnitude >> 16) | (sign1 & 0x80808080u);
 }
 
+// ---- INT8 MMA ----
+
+// Integers take no block scale.
+struct NoFold {
+  __device__ __forceinline__ explicit NoFold(int) {}
+  __device__ __forceinline__ NoFold block(uint32_t) const { return *this; }
+};
+
+// Powers of two that the INT8 expansion leaves in its products.
+constexpr float kS8Undo = 1.0f / 16;
+
+// Eight two's complement nibbles to two fragment registers, each in the upper half of a byte.
+__device__ __forceinline__ void expand_s4_s8(uint32_t word, uint32_t& half0, uint32_t& half1) {
+  const uint32_t odd = word & 0xF0F0F0F0u;
+  const uint32_t even = word << 4 & 0xF0F0F0F0u;
+  half0 = prmt(even, odd, 0x5140);
+  half1 = prmt(even, odd, 0x7362);
+}
+
 // ---- 16-bit MMA ----
 
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {

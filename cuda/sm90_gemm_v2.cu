@@ -10,16 +10,16 @@
 
 #include "launch.h"
 #include "sm90_gemm_v2.cuh"
-#include "sm90_gemm_v2_tiles.h"  // written by CMake
+#include "sm90_gemm_v2_kernels.h"  // written by CMake
 #include "tensor_map.h"
 
 namespace jax_w4a4 {
 namespace sm90 {
-// One per compiled tile, in files that CMake writes with this list.
-#define W4A4_TILE(tile_m) \
-  const void* gemm_v2_kernel_##tile_m(Format format, int cluster);
-W4A4_GEMM_V2_TILES
-#undef W4A4_TILE
+// One per compiled path and tile, in files that CMake writes with this list.
+#define W4A4_KERNEL(path, tile_m) \
+  const void* gemm_v2_##path##_##tile_m(int cluster);
+W4A4_GEMM_V2_KERNELS
+#undef W4A4_KERNEL
 }  // namespace sm90
 
 static_assert(sm90::kTileN == kGemmV2TileN);
@@ -28,18 +28,19 @@ static_assert(sm90::kTokenStages == kGemmV2TokenStages);
 static_assert(sm90::kRowBytes == kGemmV2RowBytes);
 static_assert(sm90::kLoraRowBytes == kGemmV2RankBytes);
 static_assert(sizeof(sm90::RowInputs) == kGemmV2RowInputBytes);
-static_assert(sm90::MxFp4<sm90::MmaKind::kE5m2E5m2>::kStageK ==
-              GemmV2TileK(Format::kMxfp4));
-static_assert(sm90::NvFp4::kStageK == GemmV2TileK(Format::kNvfp4));
+#define W4A4_KERNEL(path, tile_m)                                             \
+  static_assert(sm90::path::kStageK == GemmV2TileK(GemmV2Path::k##path) &&    \
+                sm90::path::kTokenScale == GemmV2TokenScale(GemmV2Path::k##path));
+W4A4_GEMM_V2_KERNELS
+#undef W4A4_KERNEL
 
-const void* GemmV2Kernel(Format format, int tile_m, int cluster) {
-  switch (tile_m) {
-#define W4A4_TILE(tile_m) \
-  case tile_m:            \
-    return sm90::gemm_v2_kernel_##tile_m(format, cluster);
-    W4A4_GEMM_V2_TILES
-#undef W4A4_TILE
+const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster) {
+#define W4A4_KERNEL(name, tile)                        \
+  if (path == GemmV2Path::k##name && tile_m == tile) { \
+    return sm90::gemm_v2_##name##_##tile(cluster);     \
   }
+  W4A4_GEMM_V2_KERNELS
+#undef W4A4_KERNEL
   return nullptr;
 }
 
@@ -74,10 +75,10 @@ int GetClusters(const void* kernel, int cluster, int smem_bytes, int device,
 
 }  // namespace
 
-LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
+LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
                           const GemmV2Params& p, bool dependent, int device,
                           cudaStream_t stream) {
-  const void* kernel = GemmV2Kernel(format, tile_m, cluster);
+  const void* kernel = GemmV2Kernel(path, tile_m, cluster);
   if (kernel == nullptr) return {cudaErrorInvalidDeviceFunction, nullptr, 0};
   int clusters = 0;
   if (int code = RaiseSmemLimit(kernel, device, p.smem.total_bytes);
@@ -90,7 +91,7 @@ LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
     return {code, nullptr, 0};
   }
 
-  const int stage_k = GemmV2TileK(format);
+  const int stage_k = GemmV2TileK(path);
   sm90::GemmV2Args a = {};
   a.weight_scales = static_cast<const uint8_t*>(p.weight_scale);
   a.token_scale = p.token_scale;
@@ -99,7 +100,8 @@ LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
   a.m = static_cast<int>(p.m);
   a.n = static_cast<int>(p.n);
   a.k_blocks = CeilDiv(p.k_pad, stage_k);
-  a.scale_blocks = p.k_pad / (format == Format::kMxfp4 ? 32 : 16);
+  a.scale_blocks =
+      GemmV2Block(path) == 0 ? 0 : p.k_pad / GemmV2Block(path);
   a.lora_chunks = CeilDiv(p.rank, sm90::kLoraRanks);
   a.m_tiles = CeilDiv(p.m, tile_m);
   a.n_tiles = CeilDiv(p.n, cluster * kGemmV2TileN);
@@ -121,7 +123,7 @@ LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
   const auto bf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto swizzle_128 = CU_TENSOR_MAP_SWIZZLE_128B;
   const auto swizzle_64 = CU_TENSOR_MAP_SWIZZLE_64B;
-  const int width = GemmV2ElementBytes(format);
+  const int width = GemmV2ElementBytes(path);
   const Matrix act = {p.act, p.m, int64_t{a.k_blocks} * stage_k,
                       width == 1 ? u8 : bf16, width};
   TensorMaps maps;

@@ -168,7 +168,9 @@ __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q
   row.inputs = {__int_as_float(raw.x), __int_as_float(raw.y), __int_as_float(raw.z), raw.w};
   row.scales = args.weight_scales + static_cast<int64_t>(r) * args.scale_blocks + q;
   row.scale = 0;
-  next_scale(row, q < args.scale_blocks, Format::kStageScales);
+  if constexpr (Format::kStageScales > 0) {
+    next_scale(row, q < args.scale_blocks, Format::kStageScales);
+  }
   return row;
 }
 
@@ -187,9 +189,11 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
   for (int kb = 0; kb < args.k_blocks; ++kb) {
     const auto block0 = fold0.block(rows[0].scale);
     const auto block1 = fold1.block(rows[1].scale);
-    const bool inside = (kb + 1) * Format::kStageScales < scales_left;
-    next_scale(rows[0], inside, Format::kStageScales);
-    next_scale(rows[1], inside, Format::kStageScales);
+    if constexpr (Format::kStageScales > 0) {
+      const bool inside = (kb + 1) * Format::kStageScales < scales_left;
+      next_scale(rows[0], inside, Format::kStageScales);
+      next_scale(rows[1], inside, Format::kStageScales);
+    }
 
     main.wait_full(stage);
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
@@ -203,7 +207,9 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
       Format::expand(packed1, s, block1, a[s][1], a[s][3]);
       wgmma_fence();
       // 32 bytes of K per step, in 16-byte descriptor units.
-      Wgmma<kTileM>::template rs<Format::kMma>(acc, a[s], act + 2 * s, s > 0 || kb > 0);
+      using Accumulators = typename Format::Accumulator[kTileM / 2];
+      Wgmma<kTileM>::template rs<Format::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
+                                               act + 2 * s, s > 0 || kb > 0);
       wgmma_commit();
       wgmma_wait<2>();
       if (s == 1) main.release<kCluster>(previous, lane, kb > 0);
@@ -213,8 +219,8 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
   }
 }
 
-// Scales the accumulators, then adds the low-rank product with bf16 MMAs into the same registers.
-template <class Format, int kTileM, int kCluster>
+// Scales the accumulators in place: floats from here on, to which the low-rank product is added.
+template <class Format, int kTileM>
 __device__ __forceinline__ void scale(float (&acc)[kTileM / 2], const Row (&rows)[2],
                                       uint32_t thread_tokens) {
 #pragma unroll
@@ -227,8 +233,7 @@ __device__ __forceinline__ void scale(float (&acc)[kTileM / 2], const Row (&rows
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const RowInputs& row = rows[i / 2].inputs;
-      acc[4 * j + i] = acc[4 * j + i] * row.scale_lo * t[i % 2] * row.scale_hi;
+      acc[4 * j + i] = Format::scaled(acc[4 * j + i], rows[i / 2].inputs, t[i % 2]);
     }
   }
 }
@@ -361,8 +366,7 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
     if constexpr (Format::kTokenScale) {
       tokens.wait_full(token);
     }
-    scale<Format, kTileM, kCluster>(
-        acc, rows, smem + args.off_token + token.slot * kTileM * 4 + q * 8);
+    scale<Format, kTileM>(acc, rows, smem + args.off_token + token.slot * kTileM * 4 + q * 8);
     if constexpr (Format::kTokenScale) {
       __syncwarp();
       tokens.release<1>(token.slot, lane);
@@ -423,12 +427,12 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   if constexpr (kCluster > 1) cluster_sync();
 }
 
-// ---- formats ----
+// ---- what the main loop multiplies; the names are those of GemmV2Path ----
 
 // e2m1 with an e8m0 scale per 32: exponents folded into e5m2 on both sides, FP8 MMA.
-template <MmaKind kKind>
-struct MxFp4 {
-  static constexpr MmaKind kMma = kKind;
+struct Mxfp4 {
+  using Accumulator = float;
+  static constexpr MmaKind kMma = MmaKind::kE5m2E5m2;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;  // per row and stage
   static constexpr int kStageScales = 4;
@@ -444,10 +448,14 @@ struct MxFp4 {
                                                                                   : packed.w;
     expand_e2m1_e5m2(word, table, half0, half1);
   }
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
+    return acc * row.scale_lo * token * row.scale_hi;
+  }
 };
 
 // e2m1 with an e4m3 scale per 16, exact: value * scale has six significant bits, so bf16 holds it.
-struct NvFp4 {
+struct Nvfp4 {
+  using Accumulator = float;
   static constexpr MmaKind kMma = MmaKind::kBf16;
   static constexpr int kStageK = 64;
   static constexpr int kWeightBytes = 32;
@@ -468,6 +476,35 @@ struct NvFp4 {
       half0 = expand_e2m1_bf16<2>(word, multiplier);
       half1 = expand_e2m1_bf16<3>(word, multiplier);
     }
+  }
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float) {
+    return acc * row.scale_lo * row.scale_hi;
+  }
+};
+
+// int4 with one scale per row and per token: integers on the INT8 MMA, weights times 16. The sums
+// are exact while 16 * 8 * 15 * K stays below 2^31; in the accumulators they are int32 bits.
+struct Int4Row {
+  using Accumulator = int;
+  static constexpr MmaKind kMma = MmaKind::kS8;
+  static constexpr int kStageK = 128;
+  static constexpr int kWeightBytes = 64;
+  static constexpr int kStageScales = 0;
+  static constexpr bool kTokenScale = true;
+  using RowFold = NoFold;
+
+  static __device__ __forceinline__ uint4 load_packed(uint32_t address) {
+    return load_shared_v4(address);
+  }
+  static __device__ __forceinline__ void expand(const uint4& packed, int step, NoFold,
+                                                uint32_t& half0, uint32_t& half1) {
+    const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
+                                                                                  : packed.w;
+    expand_s4_s8(word, half0, half1);
+  }
+  // Row and token scale first: their product leaves fp32's range only where the result does.
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
+    return __int2float_rn(__float_as_int(acc)) * (row.scale_lo * token) * row.scale_hi;
   }
 };
 

@@ -17,21 +17,41 @@ constexpr int kGemmV2Threads = 384;
 constexpr int kGemmV2MaxStages = 8;
 constexpr int kGemmV2TokenStages = 2;
 constexpr int kGemmV2MaxRank = 256;
+// The int32 sums of 16 * weight * activation stay below 2^31 up to here.
+constexpr int64_t kGemmV2MaxInt4K = 1 << 20;
 // Bytes of one token in a stage, and of one token or weight row in a chunk of 32
 // ranks.
 constexpr int kGemmV2RowBytes = 128;
 constexpr int kGemmV2RankBytes = 64;
 
-// mxfp4 runs on FP8 operands, nvfp4 on bf16.
-constexpr int GemmV2ElementBytes(Format format) {
-  return format == Format::kMxfp4 ? 1 : 2;
+// What the main loop multiplies, value of the plan's `path`: a format on one of
+// the tensor core's operand types. sm90_gemm_v2.cuh has a struct for each.
+enum class GemmV2Path : int {
+  kMxfp4 = 1,    // e5m2, block exponents folded in
+  kNvfp4 = 2,    // bf16, exact
+  kInt4Row = 3,  // s8, one scale per row and token
+};
+constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 3; }
+
+constexpr int GemmV2ElementBytes(GemmV2Path path) {
+  return path == GemmV2Path::kNvfp4 ? 2 : 1;
 }
-constexpr int GemmV2TileK(Format format) {
-  return kGemmV2RowBytes / GemmV2ElementBytes(format);
+constexpr int GemmV2TileK(GemmV2Path path) {
+  return kGemmV2RowBytes / GemmV2ElementBytes(path);
+}
+// Whether each token has a scale of its own in the private activation layout.
+constexpr bool GemmV2TokenScale(GemmV2Path path) {
+  return path != GemmV2Path::kNvfp4;
+}
+// K elements per block scale that the main loop reads; 0: it reads none.
+constexpr int GemmV2Block(GemmV2Path path) {
+  return path == GemmV2Path::kMxfp4   ? 32
+         : path == GemmV2Path::kNvfp4 ? 16
+                                      : 0;
 }
 // Bytes of a token in the private activation layout: whole stages.
-constexpr int64_t GemmV2ActBytes(Format format, int64_t k_pad) {
-  const int64_t step = GemmV2TileK(format);
+constexpr int64_t GemmV2ActBytes(GemmV2Path path, int64_t k_pad) {
+  const int64_t step = GemmV2TileK(path);
   return (k_pad + step - 1) / step * kGemmV2RowBytes;
 }
 // Bytes per weight row of the inputs that the launch before the gemm prepares.
@@ -46,7 +66,7 @@ struct GemmV2Smem {
 
 struct GemmV2Params {
   const void* act;             // (m, GemmV2ActBytes), private layout
-  const float* token_scale;    // (m + tile_m), mxfp4 only
+  const float* token_scale;    // (m + tile_m) if GemmV2TokenScale
   const void* rows;            // (n, kGemmV2RowInputBytes)
   const uint8_t* weight;       // (n, k_pad / 2)
   const void* weight_scale;    // (n, k_pad / block)
@@ -61,8 +81,8 @@ struct GemmV2Params {
   GemmV2Smem smem;
 };
 
-// The kernel for a format, tile and cluster width, null if it was not compiled.
-const void* GemmV2Kernel(Format format, int tile_m, int cluster);
+// The kernel for a path, tile and cluster width, null if it was not compiled.
+const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster);
 
 struct LaunchResult {
   int code;            // cudaError_t
@@ -72,7 +92,7 @@ struct LaunchResult {
 
 // Launches on `stream`. m, n >= 1. `dependent`: the kernel before it on the
 // stream writes act, token_scale, rows and lora_act, and may still be running.
-LaunchResult LaunchGemmV2(Format format, int tile_m, int cluster,
+LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
                           const GemmV2Params& params, bool dependent,
                           int device, cudaStream_t stream);
 

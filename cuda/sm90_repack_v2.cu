@@ -31,6 +31,7 @@ struct Args {
   int packed_pitch;  // bytes per token
   int scale_blocks;
   int stages;  // of K, whole ones
+  bool is_unsigned;
 };
 
 // The word of block `block` that step `step` of a stage takes; zero past K.
@@ -129,6 +130,40 @@ __device__ __forceinline__ void RepackNvfp4(const Args& args, int row,
   }
 }
 
+// Integers as bytes: the low halves of both words, nibble by nibble, are a step's
+// two halves.
+__device__ __forceinline__ uint32_t SpreadNibbles(uint32_t half_word,
+                                                  bool is_unsigned) {
+  const uint32_t pairs = (half_word | half_word << 8) & 0x00FF00FFu;
+  const uint32_t bytes = (pairs | pairs << 4) & 0x0F0F0F0Fu;
+  // Two's complement: (v ^ 8) - 8 in each byte.
+  return is_unsigned ? bytes : __vsub4(bytes ^ 0x08080808u, 0x08080808u);
+}
+
+__device__ __forceinline__ void RepackInt4(const Args& args, int row,
+                                           int lane) {
+  const uint8_t* packed =
+      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  if (lane == 0) {
+    args.token_scale[row] =
+        Flush(LoadElement(args.scales, row, args.rows.scale_dtype));
+  }
+  uint4* out = reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  const int blocks = args.packed_pitch / 16;
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const uint32_t word = LoadWord<16>(packed, i / 4 * 4 + q, blocks, i % 4);
+      half[0][q] = SpreadNibbles(word & 0xFFFFu, args.is_unsigned);
+      half[1][q] = SpreadNibbles(word >> 16, args.is_unsigned);
+    }
+    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+  }
+}
+
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   sm90::grid_dependency_launch();
@@ -136,15 +171,21 @@ __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   const int lane = threadIdx.x % 32;
   const int block = blockIdx.x;
   if (block < args.prepare_ctas) {
-    sm90::write_rows<kFormat>(args.rows, block, warp, kWarps, lane);
+    if constexpr (kFormat == Format::kInt4) {
+      sm90::write_int4_row_inputs(args.rows, block * kThreads + threadIdx.x);
+    } else {
+      sm90::write_rows<kFormat>(args.rows, block, warp, kWarps, lane);
+    }
     return;
   }
   const int row = (block - args.prepare_ctas) * kWarps + warp;
   if (row >= args.m) return;
   if constexpr (kFormat == Format::kMxfp4) {
     RepackMxfp4(args, row, lane);
-  } else {
+  } else if constexpr (kFormat == Format::kNvfp4) {
     RepackNvfp4(args, row, lane);
+  } else {
+    RepackInt4(args, row, lane);
   }
 }
 
@@ -152,10 +193,10 @@ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 }  // namespace
 
-int LaunchRepackV2(Format format, const RepackV2Params& p,
+int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
                    cudaStream_t stream) {
-  const bool mxfp4 = format == Format::kMxfp4;
-  const int blocks = p.k_pad / (mxfp4 ? 32 : 16);
+  const int block = GemmV2Block(path);
+  const int blocks = block == 0 ? 1 : p.k_pad / block;
   Args args = {};
   args.packed = p.packed;
   args.scales = static_cast<const uint8_t*>(p.scales);
@@ -168,15 +209,22 @@ int LaunchRepackV2(Format format, const RepackV2Params& p,
                p.weight.bias,
                static_cast<sm90::RowInputs*>(p.weight.rows),
                static_cast<int>(p.weight.n),
-               blocks};
-  args.prepare_ctas = CeilDiv(p.weight.n, sm90::kRowsPerPrepareCta);
+               blocks,
+               p.weight.scale_dtype};
+  args.prepare_ctas = CeilDiv(p.weight.n, path == GemmV2Path::kInt4Row
+                                              ? kThreads
+                                              : sm90::kRowsPerPrepareCta);
   args.m = static_cast<int>(p.m);
   args.packed_pitch = p.k_pad / 2;
   args.scale_blocks = blocks;
-  args.stages = CeilDiv(p.k_pad, GemmV2TileK(format));
+  args.stages = CeilDiv(p.k_pad, GemmV2TileK(path));
+  args.is_unsigned = p.is_unsigned;
   const void* kernel =
-      mxfp4 ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
-            : reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>);
+      path == GemmV2Path::kMxfp4
+          ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
+      : path == GemmV2Path::kNvfp4
+          ? reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>)
+          : reinterpret_cast<const void*>(&RepackV2<Format::kInt4>);
   void* kernel_args[] = {&args};
   return cudaLaunchKernel(kernel,
                           dim3(args.prepare_ctas + CeilDiv(p.m, kWarps)),

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "sm90_gemm_v2.h"
 
 typedef struct CUstream_st* cudaStream_t;
 
@@ -21,20 +22,22 @@ struct WeightRowParams {
   const float* bias;                  // (n,) or null
   void* rows;                         // (n, kGemmV2RowInputBytes)
   int64_t n;
+  DType scale_dtype;
 };
 
 struct RepackV2Params {
   const uint8_t* packed;  // (m, k_pad / 2)
   const void* scales;     // (m, k_pad / block)
   void* act;              // (m, GemmV2ActBytes)
-  float* token_scale;     // (m + tile_m), mxfp4 only
+  float* token_scale;     // (m + tile_m) if GemmV2TokenScale
   WeightRowParams weight;
   int64_t m;
   int k_pad;
+  bool is_unsigned;  // int4 activations are 0..15
 };
 
 // Launches on `stream` and returns a cudaError_t. m, n >= 1.
-int LaunchRepackV2(Format format, const RepackV2Params& params,
+int LaunchRepackV2(GemmV2Path path, const RepackV2Params& params,
                    cudaStream_t stream);
 
 }  // namespace jax_w4a4

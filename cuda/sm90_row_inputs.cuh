@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "element.cuh"
 #include "formats.cuh"
 #include "sm90_expand.cuh"
 
@@ -27,6 +28,7 @@ struct RowInputsArgs {
   const float* bias;              // (N,) or null
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
+  DType scale_dtype;  // of int4
 };
 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
@@ -80,6 +82,17 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
   for (int row = block * kRowsPerPrepareCta + warp; row < end; row += warps) {
     write_row_inputs<kFormat>(args, row, lane);
   }
+}
+
+// int4 with one scale per row, which becomes scale_lo; one thread per row.
+__device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
+  if (row >= args.n) return;
+  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
+  if (args.global_scale) factor *= *args.global_scale;
+  if (args.act_global_scale) factor *= *args.act_global_scale;
+  // Exact below 2^-126 too: no scale has more than 19 significant bits.
+  const float scale = Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo;
+  args.rows[row] = {scale, factor, args.bias ? args.bias[row] : 0.0f, 0};
 }
 
 }  // namespace jax_w4a4::sm90

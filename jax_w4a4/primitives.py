@@ -32,9 +32,9 @@ from jax_w4a4.weight import Activation, Weight
 Array = jax.Array
 
 FFI_TARGETS = {
-    "jax_w4a4_quantize": "jax_w4a4.quantize.v2",
-    "jax_w4a4_gemm": "jax_w4a4.gemm.v2",
-    "jax_w4a4_matmul": "jax_w4a4.matmul.v2",
+    "jax_w4a4_quantize": "jax_w4a4.quantize.v3",
+    "jax_w4a4_gemm": "jax_w4a4.gemm.v3",
+    "jax_w4a4_matmul": "jax_w4a4.matmul.v3",
 }
 
 DISABLE_JAX_EXPORT_CHECKS = tuple(

@@ -18,12 +18,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ class Cell:
     affine: bool = True  # smooth, channel_scale, bias
     global_scales: bool = False
     special: bool = True  # NaN, Inf, zero, tiny and negative rows, when m allows
+    positive: bool = False  # x and w uniform in 0.5..1: the largest sums
     kernel: str | None = None  # None: the planner's choice, as for the other fields of a plan
     cluster: int | None = None
     main_stages: int | None = None
@@ -141,21 +143,27 @@ V2_SHAPES = (
     (777, 1536, 3840),
     (1100, 2184, 1280),
 )
-V2_TILES = tuple(sorted({tile[0] for tile in plan.budget.DESIGNS["sm90_v2"].tiles}))
 V2_RANKS = (0, 16, 32, 128, 256)
+# Path of the main loop -> what makes a cell take it.
+V2_PATHS: dict[str, dict[str, Any]] = {
+    "Mxfp4": {"format": "mxfp4"},
+    "Nvfp4": {"format": "nvfp4"},
+    "Int4Row": {"format": "int4", "block_size": None},
+}
 
 
-def v2_cells_of(format: str, tile_m: int, cluster: int) -> Iterator[Cell]:
+def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
     """The sm90_v2 cells of one compiled kernel: every rank and shape, options cycling."""
-    start = zlib.crc32(f"v2 {format} {tile_m} {cluster}".encode())
+    which = V2_PATHS[path]
+    format = which["format"]
+    start = zlib.crc32(f"v2 {path} {tile_m} {cluster}".encode())
     for i, (m, n, k) in enumerate(V2_SHAPES):
         turn = start + i
-        yield Cell(
-            format,
-            V2_RANKS[turn % 5],
-            m,
-            n,
-            k,
+        cell = Cell(
+            rank=V2_RANKS[turn % 5],
+            m=m,
+            n=n,
+            k=k,
             kernel="sm90_v2",
             tile_m=tile_m,
             cluster=cluster,
@@ -168,27 +176,40 @@ def v2_cells_of(format: str, tile_m: int, cluster: int) -> Iterator[Cell]:
             lora_smoothed=turn % 6 == 1,
             main_stages=(None, None, 2, 3)[turn % 4],
             group_m=(None, 2)[turn // 3 % 2],
+            **which,
         )
+        if format == "int4":
+            dtypes = ("float16", "bfloat16", "float32")
+            cell = dataclasses.replace(
+                cell, scale_dtype=dtypes[turn // 2 % 3], act_unsigned=turn % 3 == 1
+            )
+        yield cell
 
 
-def v2_cells() -> Iterator[Cell]:
-    for format in ("mxfp4", "nvfp4"):
-        for tile_m in V2_TILES:
+def v2_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
+    for path in paths:
+        for tile_m in plan.budget.V2_PATHS[path].tiles:
             for cluster in (1, 2):
-                yield from v2_cells_of(format, tile_m, cluster)
+                yield from v2_cells_of(path, tile_m, cluster)
 
 
-def v2_extra_cells() -> Iterator[Cell]:
+def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
     """Every rank, K that the fused quantizer cannot copy, and the planner's own choices."""
-    for format in ("mxfp4", "nvfp4"):
+    for path in paths:
+        cell = functools.partial(Cell, **V2_PATHS[path])
         for rank in (*V2_RANKS, 48, 64, 96, 160, 240):
-            yield Cell(format, rank, 300, 264, 640, kernel="sm90_v2")
+            yield cell(rank=rank, m=300, n=264, k=640, kernel="sm90_v2")
         for k in (31, 33, 100, 4097, 8200):
-            yield Cell(format, 32, 130, 200, k, kernel="sm90_v2")
-        yield Cell(format, 128, 513, 3840, 15360)
-        yield Cell(format, 128, 4352, 3072, 3840)
-        yield Cell(format, 0, 256, 3072, 3840, affine=False)
-        yield Cell(format, 32, 2100, 256, 512, kernel="sm90_v2", tile_m=64, group_m=5)
+            yield cell(rank=32, m=130, n=200, k=k, kernel="sm90_v2")
+        yield cell(rank=128, m=513, n=3840, k=15360)
+        yield cell(rank=128, m=4352, n=3072, k=3840)
+        yield cell(rank=0, m=256, n=3072, k=3840, affine=False)
+        yield cell(rank=32, m=2100, n=256, k=512, kernel="sm90_v2", tile_m=64, group_m=5)
+    if "Int4Row" in paths:
+        # Integer sums beyond 2^24, where their conversion to fp32 rounds.
+        yield Cell("int4", 0, 130, 136, 61440, block_size=None, positive=True, kernel="sm90_v2")
+    if "Mxfp4" not in paths:
+        return
     for m in (1, 64, 65, 1000):
         for cluster_k in (128, 1024, 3848, 5128):  # 1, 2, 4 and 8 CTAs per 64 tokens
             yield Cell("mxfp4", 256, m, 136, cluster_k, kernel="sm90_v2", quantizer=2)
@@ -233,11 +254,18 @@ def small_cells() -> Iterator[Cell]:
             yield Cell(format, rank, m, 129, 200, tile_m=tile_m)
     yield Cell("int4", 5, 20, 140, 100, block_size=None)
     yield Cell("int4", 5, 20, 140, 100, block_size=32, act_unsigned=True)
-    for format in ("mxfp4", "nvfp4"):
-        for tile_m in V2_TILES:
+    for path, which in V2_PATHS.items():
+        for tile_m in plan.budget.V2_PATHS[path].tiles:
             for cluster, rank in ((1, 0), (2, 48)):
                 yield Cell(
-                    format, rank, 70, 264, 416, kernel="sm90_v2", tile_m=tile_m, cluster=cluster
+                    rank=rank,
+                    m=70,
+                    n=264,
+                    k=416,
+                    kernel="sm90_v2",
+                    tile_m=tile_m,
+                    cluster=cluster,
+                    **which,
                 )
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
 
@@ -249,6 +277,8 @@ def small_cells() -> Iterator[Cell]:
 
 def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal((cell.m, cell.k)).astype(np.float32)
+    if cell.positive:
+        x = rng.uniform(0.5, 1, x.shape).astype(np.float32)
     x *= np.exp2(rng.integers(-3, 4, (cell.m, 1))).astype(np.float32)
     if cell.act_unsigned:
         x = np.maximum(x, -0.1)
@@ -270,7 +300,10 @@ def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
     spec = formats.Spec(
         cell.format, cell.k, k_pad, block_size or k_pad, cell.scale_dtype or fmt.scale_dtypes[0]
     )
-    w = (rng.standard_normal((cell.n, cell.k), np.float32) / np.sqrt(cell.k)).astype(np.float32)
+    w = rng.standard_normal((cell.n, cell.k), np.float32)
+    if cell.positive:
+        w = rng.uniform(0.5, 1, w.shape).astype(np.float32)
+    w = (w / np.sqrt(cell.k)).astype(np.float32)
     quantize = jax.jit(formats.quantize_blocks, static_argnames="spec")
     packed, scales = quantize(jnp.asarray(w), spec=spec)  # signed, whatever the activation is
 
@@ -398,7 +431,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 FP32_SUM = 4 * 2.0**-23
 # Sums inside the tensor core drop bits below the largest term of each step: FP8 operands keep about
 # 13 bits of it. Part of the absolute sum that an sm90_v2 result may be off by, per format.
-V2_SUM = {"mxfp4": 2.0**-11, "nvfp4": 2.0**-15}
+V2_SUM = {"Mxfp4": 2.0**-11, "Nvfp4": 2.0**-15, "Int4Row": 2.0**-15}
 BF16_MMA_SUM = 2.0**-18
 
 
@@ -421,23 +454,28 @@ def error_ratio(
     return float(np.max(np.nan_to_num(ratio, nan=np.inf))) if ratio.size else 0.0
 
 
-def decode_private(act: np.ndarray, token_scale: np.ndarray, format: str, k_pad: int) -> np.ndarray:
+OPERANDS = {"e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "s8": np.int8}
+
+
+def decode_private(
+    act: np.ndarray, token_scale: np.ndarray, path: plan.budget.V2Path, k_pad: int
+) -> np.ndarray:
     """float64 values (M, k_pad) of the activation layout that sm90_v2 reads, in natural order.
 
-    Within a stage of 128 (mxfp4, e5m2 bytes) or 64 (nvfp4, bf16) elements, position
-    32 s + 16 h + 4 q + j holds k = 32 q + 8 s + 4 h + j, and position 16 s + 8 h + 2 q + j holds
+    Within a stage of 128 one-byte or 64 two-byte elements, position 32 s + 16 h + 4 q + j holds
+    k = 32 q + 8 s + 4 h + j, and position 16 s + 8 h + 2 q + j holds
     k = 16 q + 8 (s // 2) + 2 (s % 2) + h + 4 j (cuda/sm90_expand.cuh).
     """
-    position = np.arange(128 if format == "mxfp4" else 64)
-    if format == "mxfp4":
+    position = np.arange(path.tile_k)
+    if path.act_bytes == 1:
         s, h, q, j = position // 32, position // 16 % 2, position // 4 % 4, position % 4
         k = 32 * q + 8 * s + 4 * h + j
-        values = act.view(ml_dtypes.float8_e5m2).astype(np.float64)
-        values *= token_scale[: len(act), None].astype(np.float64)
     else:
         s, h, q, j = position // 16, position // 8 % 2, position // 2 % 4, position % 2
         k = 16 * q + 8 * (s // 2) + 2 * (s % 2) + h + 4 * j
-        values = act.view(ml_dtypes.bfloat16).astype(np.float64)
+    values = act.view(OPERANDS[path.operand]).astype(np.float64)
+    if token_scale.size:
+        values *= token_scale[: len(act), None].astype(np.float64)
     stages = values.reshape(len(act), -1, len(position))
     natural = np.empty_like(stages)
     natural[:, :, k] = stages
@@ -446,10 +484,12 @@ def decode_private(act: np.ndarray, token_scale: np.ndarray, format: str, k_pad:
     return natural[:, :k_pad]
 
 
-def folded_values(packed: np.ndarray, scales: np.ndarray, format: str) -> np.ndarray:
+def folded_values(
+    packed: np.ndarray, scales: np.ndarray, format: str, unsigned: bool
+) -> np.ndarray:
     """What that layout should hold: the quantized values; in mxfp4 zeros for blocks more than 26
     binades below their row's largest."""
-    values = model.decode(packed, scales, format)
+    values = model.decode(packed, scales, format, unsigned)
     if format == "mxfp4":
         byte = scales.view(np.uint8).astype(int)
         far = byte < byte.max(axis=1, keepdims=True) - 26
@@ -495,6 +535,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     split, _ = Poisoned(halves, *args).run()
     y, xp, xs, la, *private = first
     v2 = found.kernel == "sm90_v2"
+    path = plan.budget.v2_path(found.problem) if v2 else None
     fused_quantizer = found.quantizer.kernel == 2
     if implementation == "cuda":
         check(poisoned, "results did not land in poisoned buffers")
@@ -531,8 +572,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         for name, (act, tokens, _) in (("x", private), ("the public layout", split[4:])):
             if tokens.size:
                 tokens = tokens[: cell.m][~nan_rows]
-            got = decode_private(act[~nan_rows], tokens, cell.format, spec.k_pad)
-            want = folded_values(xp, xs, cell.format)[~nan_rows]
+            got = decode_private(act[~nan_rows], tokens, path, spec.k_pad)
+            want = folded_values(xp, xs, cell.format, cell.act_unsigned)[~nan_rows]
             wrong = np.sum(got != want)
             check(wrong == 0, f"{wrong} activations from {name} differ from the quantized values")
     check(np.isnan(y[nan_rows].astype(np.float32)).all(), "a NaN in x did not reach its row of y")
@@ -558,7 +599,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     )
     magnitude = _gemm_magnitude(xp[finite], xs[finite], la[finite], absolute)
     got = y[finite]
-    part = V2_SUM[cell.format] if v2 else FP32_SUM
+    part = V2_SUM[path.name] if path else FP32_SUM
     ratio = error_ratio(got, want, magnitude, part)
     check(ratio <= 1, f"y is {ratio:.3g} x its error bound off")
     if fused_quantizer:
@@ -610,11 +651,16 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a few small cells only")
     parser.add_argument("--kernel", help="only cells that force this kernel, or leave it open")
     parser.add_argument(
+        "--paths", nargs="+", choices=V2_PATHS, help="only the sm90_v2 cells of these paths"
+    )
+    parser.add_argument(
         "--reference", action="store_true", help="run the jnp reference instead of the kernels"
     )
     args = parser.parse_args()
     implementation = None if args.reference else "cuda"
     todo = list(small_cells()) if args.small else [*all_cells(), *extra_cells()]
+    if args.paths:
+        todo = [*v2_cells(args.paths), *v2_extra_cells(args.paths)]
     if args.kernel:
         todo = [cell for cell in todo if cell.kernel in (args.kernel, None)]
     results, failed, started = [], 0, time.time()

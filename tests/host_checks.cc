@@ -15,13 +15,12 @@ static const int kKernel = 0;
 const void* GemmV1Kernel(Format, int tile_m) {
   return tile_m == 32 || tile_m == 64 || tile_m == 128 ? &kKernel : nullptr;
 }
-const void* GemmV2Kernel(Format format, int tile_m, int cluster) {
-#define W4A4_TILE(tile) || tile_m == tile
-  const bool tile_ok = false W4A4_GEMM_V2_TILES;
-#undef W4A4_TILE
-  return tile_ok && format != Format::kInt4 && (cluster == 1 || cluster == 2)
-             ? &kKernel
-             : nullptr;
+const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster) {
+#define W4A4_KERNEL(name, tile) \
+  || (path == GemmV2Path::k##name && tile_m == tile)
+  const bool compiled = false W4A4_GEMM_V2_KERNELS;
+#undef W4A4_KERNEL
+  return compiled && (cluster == 1 || cluster == 2) ? &kKernel : nullptr;
 }
 }  // namespace jax_w4a4
 

@@ -231,9 +231,11 @@ class ParityDriver(parameterized.TestCase):
 
 
 def compiled_tiles():
-    """Token tiles of GEMM v2 that CMake compiles."""
+    """Token tiles of GEMM v2 that CMake compiles, by path."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    return sorted(map(int, re.search(r"set\(W4A4_GEMM_V2_TILES ([\d ]+)\)", text).group(1).split()))
+    lines = re.search(r"set\(W4A4_GEMM_V2_TILES\n(.*?)\)", text, re.S).group(1)
+    words = [line.strip(' "').split() for line in lines.splitlines()]
+    return {path: sorted(map(int, tiles)) for path, *tiles in words}
 
 
 @pytest.fixture(scope="session")
@@ -243,8 +245,9 @@ def host_library(tmp_path_factory):
     library = tmp_path_factory.mktemp("host") / "libhost.so"
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
     command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
-    tiles = " ".join(f"W4A4_TILE({tile})" for tile in compiled_tiles())
-    command += [f"-DW4A4_GEMM_V2_TILES={tiles}"]
+    pairs = [(path, tile) for path, tiles in compiled_tiles().items() for tile in tiles]
+    kernels = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in pairs)
+    command += [f"-DW4A4_GEMM_V2_KERNELS={kernels}"]
     command += [str(ROOT / "tests" / "host_checks.cc"), str(CUDA / "plan.cc"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -426,9 +429,15 @@ class PlanChecks(HostTest):
         )
         return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
-    def v2_attrs(self, format="mxfp4", rank=32, **kw):
-        block, scale = {"nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu")}[format]
-        return self.attrs(format, rank, block=block, scale=scale, kernel="sm90_v2", **kw)
+    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, **kw):
+        block, scale = {
+            "nvfp4": (16, "float8_e4m3fn"),
+            "mxfp4": (32, "float8_e8m0fnu"),
+            "int4": (k_pad, "float16"),
+        }[format]
+        return self.attrs(
+            format, rank, block=block, scale=scale, k_pad=k_pad, kernel="sm90_v2", **kw
+        )
 
     def compile(self, plan_attrs, spec_attrs, rank=32):
         def f(lora_up):
@@ -474,14 +483,14 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(attrs["plan"], attrs["spec"])
 
-    @parameterized.parameters(("missing", 38), ("surplus", 40))
+    @parameterized.parameters(("missing", 39), ("surplus", 41))
     def test_wrong_attribute_count_is_refused(self, change, count):
         plan_attrs, spec_attrs = self.attrs()
         if change == "missing":
             del plan_attrs["q_rows"]
         else:
             plan_attrs["extra"] = 0
-        text = f"(?s)INVALID_ARGUMENT.*expected 39 attributes but got {count}"
+        text = f"(?s)INVALID_ARGUMENT.*expected 40 attributes but got {count}"
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs)
 
@@ -518,11 +527,15 @@ class PlanChecks(HostTest):
             self.compile(plan_attrs, spec_attrs)()
 
     @parameterized.product(
-        format=("nvfp4", "mxfp4"), cluster=(1, 2), rank=(0, 16, 256), quantizer=(None, 1)
+        path=(("nvfp4", "Nvfp4"), ("mxfp4", "Mxfp4"), ("int4", "Int4Row")),
+        cluster=(1, 2),
+        rank=(0, 16, 256),
+        quantizer=(None, 1),
     )
-    def test_every_v2_plan_is_accepted(self, format, cluster, rank, quantizer):
+    def test_every_v2_plan_is_accepted(self, path, cluster, rank, quantizer):
+        format, path = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
-        for tile_m, main_stages in itertools.product(compiled_tiles(), (None, 2, 3)):
+        for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
             stages = {} if main_stages is None else {"main_stages": main_stages}
             with self.subTest(tile_m=tile_m, main_stages=main_stages):
                 attrs = self.v2_attrs(format, rank, k_pad=416, tile_m=tile_m, **forced, **stages)
@@ -556,6 +569,8 @@ class PlanChecks(HostTest):
         ("plan", "lora_stages", 1, "INVALID_ARGUMENT.*lora 1"),
         ("plan", "store_stages", 2, "INVALID_ARGUMENT.*store 2"),
         ("plan", "group_m", 0, "INVALID_ARGUMENT.*group_m 0"),
+        ("plan", "path", 0, "INVALID_ARGUMENT.*no path 0"),
+        ("plan", "path", 99, "INVALID_ARGUMENT.*no path 99"),
         ("spec", "format", 0, "INVALID_ARGUMENT.*block_size=32"),
     )
     def test_v2_refused_at_compile(self, which, key, value, text):
@@ -564,10 +579,18 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(attrs["plan"], attrs["spec"])
 
-    def test_v2_has_no_int4(self):
-        plan_attrs, _ = self.v2_attrs()
-        _, spec_attrs = self.attrs("int4", block=64, scale="float16")
-        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "sm90_v2 has no int4 path"):
+    @parameterized.parameters(
+        ("mxfp4", "int4", {}),
+        ("int4", "mxfp4", {}),
+        ("nvfp4", "mxfp4", {}),
+        ("int4", "int4", {"block_size": 64}),
+        ("int4", "int4", {"k_pad": 1 << 21, "block_size": 1 << 21}),
+    )
+    def test_v2_refuses_a_path_that_the_format_has_not(self, planned, called, changes):
+        plan_attrs, _ = self.v2_attrs(planned)
+        _, spec_attrs = self.v2_attrs(called)
+        spec_attrs.update(changes)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "sm90_v2 has no path"):
             self.compile(plan_attrs, spec_attrs)
 
     @parameterized.parameters(
@@ -658,5 +681,5 @@ class PtxasGate(parameterized.TestCase):
         self.assertRegex(body, r"-Xptxas=-v,--warn-on-spills,--warning-as-error")
 
     def test_compiled_tiles_are_those_of_the_planner(self):
-        tiles = plan.budget.DESIGNS["sm90_v2"].tiles
-        self.assertEqual(sorted({tile_m for tile_m, _, _ in tiles}), compiled_tiles())
+        paths = plan.budget.V2_PATHS.values()
+        self.assertEqual({p.name: sorted(p.tiles) for p in paths}, compiled_tiles())

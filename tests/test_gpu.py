@@ -45,9 +45,14 @@ class Parity(parameterized.TestCase):
             result = gpu_parity.run_cell(cell)
             self.assertEqual(result["failures"], [], msg=str(cell))
 
-    @parameterized.product(format=("mxfp4", "nvfp4"), tile_m=gpu_parity.V2_TILES, cluster=(1, 2))
-    def test_v2_cell(self, format, tile_m, cluster):
-        for cell in gpu_parity.v2_cells_of(format, tile_m, cluster):
+    @parameterized.parameters(
+        (path, tile_m, cluster)
+        for path in gpu_parity.V2_PATHS
+        for tile_m in plan.budget.V2_PATHS[path].tiles
+        for cluster in (1, 2)
+    )
+    def test_v2_cell(self, path, tile_m, cluster):
+        for cell in gpu_parity.v2_cells_of(path, tile_m, cluster):
             result = gpu_parity.run_cell(cell)
             self.assertEqual(result["failures"], [], msg=str(cell))
 
@@ -59,7 +64,7 @@ class Parity(parameterized.TestCase):
 class RawCall:
     """A gemm FFI call whose attributes and operands a test may spoil before it is compiled."""
 
-    target = "jax_w4a4.gemm.v2"
+    target = "jax_w4a4.gemm.v3"
 
     def __init__(self, m=20, n=40, k=64, rank=16, format="nvfp4", kernel="sm90_v1"):
         x, w = layer(m, n, k, rank, format)

@@ -43,7 +43,7 @@ def cuda_text(f, *args, platforms=("cuda",)):
 
 
 def ffi_calls(text):
-    return re.findall(r"custom_call @(jax_w4a4\.[a-z]+\.v2)", text)
+    return re.findall(r"custom_call @(jax_w4a4\.[a-z]+\.v3)", text)
 
 
 class ChooseLoweringTest(parameterized.TestCase):
@@ -212,8 +212,8 @@ class CudaLoweringTest(parameterized.TestCase):
     def test_matmul_call(self):
         """One call; target, attributes, row-major layouts and dtypes on the wire."""
         text = cuda_text(matmul, self.x, self.w)
-        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v2"])
-        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v2" in line)
+        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
+        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v3" in line)
         attrs = dict(re.findall(r"(\w+) = (-?\d+) : i64", line))
         problem = plan.Problem(
             5, N, K, RANK, "nvfp4", 16, "float32", "float32", "bfloat16", "float8_e4m3fn"
@@ -242,13 +242,13 @@ class CudaLoweringTest(parameterized.TestCase):
 
         text = cuda_text(qkv, self.x, self.w)
         self.assertEqual(
-            sorted(ffi_calls(text)), ["jax_w4a4.gemm.v2"] * 2 + ["jax_w4a4.quantize.v2"]
+            sorted(ffi_calls(text)), ["jax_w4a4.gemm.v3"] * 2 + ["jax_w4a4.quantize.v3"]
         )
 
     def test_absent_operands_are_empty(self):
         w = cases.weight(N, K, "int4", rank=0, full=False)
         text = cuda_text(matmul, self.x.astype(jnp.bfloat16), w)
-        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v2" in line)
+        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v3" in line)
         self.assertIn(
             "(tensor<5x96xbf16>, tensor<0xf32>, tensor<0xf32>, tensor<96x0xbf16>, "
             "tensor<24x64xui8>, tensor<24x2xf16>, tensor<0xf32>, tensor<24x0xbf16>, "
@@ -260,7 +260,7 @@ class CudaLoweringTest(parameterized.TestCase):
         """A program for CPU and CUDA holds both, chosen by platform at run time."""
         text = cuda_text(matmul, self.x, self.w, platforms=("cpu", "cuda"))
         self.assertIn("stablehlo.case", text)
-        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v2"])
+        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
 
     def test_xla_implementation_has_no_call(self):
         f = functools.partial(matmul, implementation="xla")
@@ -269,7 +269,7 @@ class CudaLoweringTest(parameterized.TestCase):
     def test_cuda_implementation(self):
         """Allowed where the program is for CUDA alone, refused where a CPU part is wanted."""
         f = functools.partial(matmul, implementation="cuda")
-        self.assertEqual(ffi_calls(cuda_text(f, self.x, self.w)), ["jax_w4a4.matmul.v2"])
+        self.assertEqual(ffi_calls(cuda_text(f, self.x, self.w)), ["jax_w4a4.matmul.v3"])
         with self.assertRaisesRegex(NotImplementedError, "implementation='cuda'"):
             cuda_text(f, self.x, self.w, platforms=("cpu", "cuda"))
 

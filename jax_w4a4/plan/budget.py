@@ -28,6 +28,8 @@ __all__ = [
     "Region",
     "Row",
     "Traffic",
+    "V2_PATHS",
+    "V2Path",
     "gemm_traffic",
     "layout",
     "lora_steps",
@@ -42,6 +44,7 @@ __all__ = [
     "step_flops",
     "svdquant_v2",
     "tmem_columns",
+    "v2_path",
     "workspace",
 ]
 
@@ -301,17 +304,65 @@ def sm90_v1(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     )
 
 
-def row_bytes(format: str, k_pad: int) -> int:
-    """Bytes of one token in the activation layout of sm90_v2: whole stages of 128 bytes.
+@dataclasses.dataclass(frozen=True)
+class V2Path:
+    """What the main loop of sm90_v2 multiplies: a format on one of the MMA's operand types.
 
-    mxfp4 takes one byte per element (e5m2 with the block exponents folded in), nvfp4 two (bf16).
+    Attributes:
+      name: of the struct in cuda/sm90_gemm_v2.cuh and of the lines in CMakeLists.txt.
+      code: the FFI attribute ``path``.
+      operand: element type of both operands of the MMA.
+      act_bytes: of an activation element in the gemm's own layout.
+      token_scale: what the scale of a token is, None where there is none.
+      tiles: token tiles that CMakeLists.txt compiles.
+      peak: field of Target that bounds the product.
     """
-    return _align(k_pad * _V2_ACT_BYTES[format], 128)
+
+    name: str
+    code: int
+    operand: str
+    act_bytes: int
+    token_scale: str | None
+    tiles: tuple[int, ...]
+    peak: str
+
+    @property
+    def tile_k(self) -> int:
+        return _V2_ROW_BYTES // self.act_bytes
 
 
-# Bytes of an activation element in the gemm's own layout.
-_V2_ACT_BYTES = MappingProxyType({"mxfp4": 1, "nvfp4": 2})
+# Activation bytes of a token in one stage.
+_V2_ROW_BYTES = 128
 _V2_TOKEN_STAGES = 2
+_V2_TILES = (256, 200, 192, 128, 64)
+
+V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
+    {
+        p.name: p
+        for p in (
+            V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8"),
+            V2Path("Nvfp4", 2, "bf16", 2, None, _V2_TILES, "peak_bf16"),
+            # The INT8 MMA has no width of 200 tokens.
+            V2Path("Int4Row", 3, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
+        )
+    }
+)
+
+
+def v2_path(problem: Problem) -> V2Path | None:
+    """How sm90_v2 multiplies the problem's format, None if it has no code for it."""
+    if problem.format == "mxfp4":
+        return V2_PATHS["Mxfp4"]
+    if problem.format == "nvfp4":
+        return V2_PATHS["Nvfp4"]
+    return V2_PATHS["Int4Row"] if problem.block_size == problem.k_pad else None
+
+
+def row_bytes(problem: Problem) -> int:
+    """Bytes of one token in the activation layout of sm90_v2: whole stages of 128 bytes."""
+    path = v2_path(problem)
+    assert path is not None, problem
+    return _align(problem.k_pad * path.act_bytes, _V2_ROW_BYTES)
 
 
 def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
@@ -323,12 +374,14 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     operands.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
-    act = _V2_ACT_BYTES.get(problem.format, 2)
+    path = v2_path(problem)
+    assert path is not None, problem
+    act = path.act_bytes
     main = config.main_stages
     lora = 1 if problem.rank else 0
     steps = lora_steps(problem, 64)
     streamed = f"32 ranks in a slot of the main ring, {_plural(steps, 'extra step')}"
-    token = m * 4 if problem.format == "mxfp4" else 0
+    token = m * 4 if path.token_scale else 0
 
     def row(*args, **kwargs) -> Row:
         return _row(target, *args, **kwargs)
@@ -336,7 +389,15 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     return (
         row("activation", m * k * act, main, "K loop", f"tile_m*tile_k*{act}, as the MMA takes it"),
         row("weight", n * k // 2, main, "K loop", "tile_n*tile_k/2, 4-bit codes", sliced=True),
-        row("weight_scale", 0, 0, "K loop", "from L2 into registers, a byte per lane and step"),
+        row(
+            "weight_scale",
+            0,
+            0,
+            "K loop",
+            "in aux, one per row"
+            if path.name == "Int4Row"
+            else "from L2 into registers, a byte per lane and step",
+        ),
         row("lora_act", m * 64, lora, "tile", f"tile_m*64; {streamed}", overlaps_main=False),
         row(
             "lora_up",
@@ -360,7 +421,7 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
             token,
             _V2_TOKEN_STAGES if token else 0,
             "tile",
-            "tile_m*4, one fp32 power of two per token" if token else "folded into bf16",
+            f"tile_m*4, one fp32 {path.token_scale} per token" if token else "folded into bf16",
         ),
         row(
             "accumulator",
@@ -595,9 +656,10 @@ def workspace(
     lora_act = Buffer("lora_act", (m, problem.rank), problem.lora_dtype)
     if not design.private_layout:
         return (*public, lora_act) if kind == "matmul" else ()
-    tokens = (m + tile_m,) if problem.format == "mxfp4" else (0,)
+    path = v2_path(problem)
+    tokens = (m + tile_m,) if path is not None and path.token_scale else (0,)
     private = (
-        Buffer("act", (m, row_bytes(problem.format, problem.k_pad)), "uint8"),
+        Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
         Buffer("rows", (problem.n, 4), "float32"),
     )
@@ -611,7 +673,7 @@ def workspace(
 def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
     """Bytes of the quantized activation and of its scales, in the public or the gemm's layout."""
     if private:
-        return m * row_bytes(problem.format, problem.k_pad), m * 4
+        return m * row_bytes(problem), m * 4
     blocks = problem.k_pad // problem.block_size
     return m * problem.k_pad // 2, m * blocks * ITEMSIZE[problem.scale_dtype]
 
@@ -682,7 +744,8 @@ class Design:
       ccs: compute capabilities it is made for.
       rows: the account.
       tiles: candidates (tile_m, tile_n, cluster).
-      tile_k: K step by format; the formats that the design covers.
+      tile_k: K step by format; the formats that the design covers. sm90_v2 has its own in
+        ``V2_PATHS``, here and in ``main_peak``.
       threads, align: constants of the design; ``align`` of each region in bytes.
       persistent: CTAs loop over tiles.
       max_main_stages: None for as many as fit.
@@ -719,6 +782,21 @@ class Design:
     interleaved: bool = False
     private_layout: bool = False
 
+    def step(self, problem: Problem) -> int:
+        """K elements of one main-loop step."""
+        path = v2_path(problem) if self.private_layout else None
+        return path.tile_k if path else self.tile_k[problem.format]
+
+    def peak(self, problem: Problem) -> str:
+        """Field of Target that bounds the product."""
+        path = v2_path(problem) if self.private_layout else None
+        return path.peak if path else self.main_peak[problem.format]
+
+    def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
+        """The candidates that the design has for a problem."""
+        path = v2_path(problem) if self.private_layout else None
+        return tuple(t for t in self.tiles if path is None or t[0] in path.tiles)
+
 
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
@@ -750,13 +828,12 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 implemented=True,
                 ccs=frozenset({90}),
                 rows=sm90_v2,
-                # The token tiles are those that CMakeLists.txt compiles.
                 tiles=tuple(
                     (tile_m, 128 * cluster, cluster)
-                    for tile_m in (256, 200, 192, 128, 64)
+                    for tile_m in sorted({m for p in V2_PATHS.values() for m in p.tiles})[::-1]
                     for cluster in (2, 1)
                 ),
-                tile_k={"nvfp4": 64, "mxfp4": 128},
+                tile_k={},
                 threads=384,
                 align=128,
                 persistent=True,
@@ -764,7 +841,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 min_store_stages=1,
                 grow_store=False,
                 lora_choices=(0,),
-                main_peak={"nvfp4": "peak_bf16", "mxfp4": "peak_fp8"},
+                main_peak={},
                 up_peak="peak_bf16",
                 down_peak="peak_bf16",
                 lora_row_bytes=64,

@@ -29,7 +29,7 @@ __all__ = [
     "solve",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
 _DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
@@ -60,13 +60,15 @@ _EXPAND_ROWS = 32
 # sm90_v2 is chosen from this many rows on; nothing is measured below.
 _V2_LEAST_M = 256
 _V2_MOST_RANK = 256
+# 16 * 8 * 15 * K, the largest sum of weights times 16 and unsigned activations, is below 2^31.
+_V2_MOST_INT4_K = 1 << 20
 
 # sm90_v2: a K step of one tile takes _V2_COLUMN_S seconds for each of tile_m + _V2_FIXED_ROWS
 # tokens; the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to
 # an H200: bench/results/sm90_v2_tiles_h200.json, against which tests/test_planner.py checks every
 # choice.
-_V2_FIXED_ROWS = {"mxfp4": 126, "nvfp4": 33}
-_V2_COLUMN_S = {"mxfp4": 1.88e-9, "nvfp4": 2.32e-9}
+_V2_FIXED_ROWS = {"Mxfp4": 126, "Nvfp4": 33, "Int4Row": 126}
+_V2_COLUMN_S = {"Mxfp4": 1.88e-9, "Nvfp4": 2.32e-9, "Int4Row": 1.88e-9}
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
 _V2_EPILOGUE_S = 5e-9
@@ -204,6 +206,8 @@ class Plan:
                 f"jax_w4a4.plan: {self.kernel!r} is an account for comparison and has no kernel "
                 "to launch; plan with kernel=None"
             )
+        design = budget.DESIGNS[self.kernel]
+        path = budget.v2_path(self.problem) if design.private_layout else None
         attrs = {
             "schema": self.schema,
             "kernel": code,
@@ -218,6 +222,7 @@ class Plan:
             "threads": self.threads,
             "smem_bytes": self.smem_bytes,
             "group_m": self.group_m,
+            "path": path.code if path else 0,
             "stage_bytes": self.region("activation").stride,
         }
         regions = [(key, self.region(name)) for key, name in _FFI_REGIONS]
@@ -324,9 +329,9 @@ def _solve(
     design, why_design = _design(problem, target, kernel, choice)
     found: list[_Candidate] = []
     refused: list[str] = []
-    for tile_m, tile_n, cluster in _tiles(design, choice):
+    for tile_m, tile_n, cluster in _tiles(design, problem, choice):
         for lora in _lora_choices(design, problem, choice):
-            step = design.tile_k[problem.format]
+            step = design.step(problem)
             config = Config(tile_m, tile_n, step, cluster, 0, lora, 0)
             fitted = _fit(design, problem, target, config, choice)
             if isinstance(fitted, str):
@@ -438,8 +443,11 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
 
 def _v2_lacks(problem: Problem) -> str | None:
     """What sm90_v2 has no code for, None if it can run the problem."""
-    if problem.format == "int4":
-        return "int4 is not built yet"
+    path = budget.v2_path(problem)
+    if path is None:
+        return f"int4 with blocks of {problem.block_size} is not built yet"
+    if path.name == "Int4Row" and problem.k_pad > _V2_MOST_INT4_K:
+        return f"K is {problem.k_pad}, int32 sums hold up to {_V2_MOST_INT4_K}"
     if problem.out_dtype != "bfloat16":
         return f"the result is {problem.out_dtype}, it stores bfloat16 only"
     if problem.rank and problem.lora_dtype != "bfloat16":
@@ -460,10 +468,10 @@ def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str
         return f"{problem.m} rows, it is made for {_V2_LEAST_M} and more"
     design = budget.DESIGNS["sm90_v2"]
     try:
-        tiles = _tiles(design, forced)
+        tiles = _tiles(design, problem, forced)
     except ValueError as error:
         return str(error).removeprefix("jax_w4a4.plan: ")
-    step = design.tile_k[problem.format]
+    step = design.step(problem)
     fits = [_fit(design, problem, target, Config(*t[:2], step, t[2], 0, 0, 0), {}) for t in tiles]
     if all(isinstance(fit, str) for fit in fits):
         return f"no tile of it fits {target.smem_bytes} B of shared memory"
@@ -542,19 +550,19 @@ def _group_m(
     )
 
 
-def _tiles(design: Design, forced: dict[str, int]) -> list[tuple[int, int, int]]:
+def _tiles(design: Design, problem: Problem, forced: dict[str, int]) -> list[tuple[int, int, int]]:
     """The design's tiles that agree with what is forced."""
     keys = ("tile_m", "tile_n", "cluster")
     kept = [
         tile
-        for tile in design.tiles
+        for tile in design.tiles_of(problem)
         if all(tile[i] == forced[key] for i, key in enumerate(keys) if key in forced)
     ]
     if not kept:
         asked = ", ".join(f"{key}={forced[key]}" for key in keys if key in forced)
         raise ValueError(
             f"jax_w4a4.plan: {design.name} has no tile with {asked}; its tiles (tile_m, tile_n, "
-            f"cluster) are {', '.join(map(str, design.tiles))}"
+            f"cluster) are {', '.join(map(str, design.tiles_of(problem)))}"
         )
     return kept
 
@@ -674,9 +682,11 @@ def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
     where = schedule(m, problem.n, config.tile_m, config.tile_n, config.cluster, target)
-    columns = config.tile_m + _V2_FIXED_ROWS[problem.format]
+    path = budget.v2_path(problem)
+    assert path is not None, problem
+    columns = config.tile_m + _V2_FIXED_ROWS[path.name]
     exposed = _LOAD_LATENCY_S / config.main_stages if config.main_stages else math.inf
-    step = max(columns * _V2_COLUMN_S[problem.format], exposed)
+    step = max(columns * _V2_COLUMN_S[path.name], exposed)
     ranks = max(config.tile_m * _V2_RANK_S, exposed)
     tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
     if problem.rank:

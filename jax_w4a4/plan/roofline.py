@@ -55,8 +55,7 @@ def gemm(kernel: str, problem: Problem, m: int, target: Target, schedule: Schedu
     """Bounds of the gemm of ``m`` rows by the kernel design ``kernel``."""
     design = budget.DESIGNS[kernel]
     traffic = budget.gemm_traffic(problem, m, design.private_layout)
-    main_peak = design.main_peak[problem.format]
-    return _launch(traffic, (main_peak, design.up_peak), target, schedule.fill)
+    return _launch(traffic, (design.peak(problem), design.up_peak), target, schedule.fill)
 
 
 def quantizer(
