@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds, proves and times the package on a GPU machine, without network:
-#   bash bench/gpu_checks.sh OUT [build gpu parity sanitizer suite bench demo]
+#   bash bench/gpu_checks.sh OUT [build gpu parity corners sanitizer suite bench accounting accuracy demo]
 # Leaves JSON and logs in the folder OUT. Every step runs even if an earlier one failed; the exit
 # code is the number of failed steps.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
-steps=${*:-build gpu parity sanitizer suite bench demo}
+steps=${*:-build gpu parity corners sanitizer suite bench accounting accuracy demo}
 failed=0
 
 step() {
@@ -24,7 +24,7 @@ step() {
 
 sanitize() {
   local tool
-  for tool in memcheck racecheck; do
+  for tool in memcheck racecheck synccheck; do
     # One allocation per buffer, or memcheck cannot see an overrun from one into the next.
     XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool "$tool" --error-exitcode 9 \
       python3 -P tests/gpu_parity.py --small --jobs 1 || return 1
@@ -36,8 +36,11 @@ step build python3 -m pip install --no-build-isolation --no-deps .
 # The parity cells run once, in the next step.
 step gpu python3 -P -m pytest -m gpu tests -q -k "not Parity"
 step parity python3 -P tests/gpu_parity.py --jobs 16 --json "$out/parity.json"
+step corners python3 -P tests/gpu_corners.py --jobs 16 --json "$out/corners.json"
 step sanitizer sanitize
 step suite env JAX_PLATFORMS=cpu python3 -P -m pytest tests -q -n 8 -m "not gpu"
 step bench python3 -m bench --json "$out/bench.json"
+step accounting python3 -m bench.accounting --json "$out/accounting.json"
+step accuracy python3 -m bench.accuracy --json "$out/accuracy.json"
 step demo python3 -P -m jax_w4a4 demo --json "$out/demo.json"
 exit $failed

@@ -1,0 +1,170 @@
+"""Corners of the sm90_v2 pipeline, under a watchdog: `python -P tests/gpu_corners.py`.
+
+Where a ring can lock up or hand over the wrong slot: every combination of tiles per CTA (none for
+some clusters, one, two, many), K blocks (one, fewer than the stages, as many, one more, many),
+cluster width and low-rank chunks (none, one, many), for each format and ring depth. Results land in
+poisoned buffers and are compared with an fp32 product of the same quantized operands. If no corner
+finishes for a while, the watchdog names those that were running and ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import gpu_parity  # noqa: E402
+from gpu_parity import Cell, Poisoned, make_weight, operands_of, solve  # noqa: E402
+
+from jax_w4a4 import primitives, reference  # noqa: E402
+
+WATCHDOG_S = 60.0
+TILE_M = 64
+# (M, N) in units of (tile_m, 128 weight rows): one tile; at most two per CTA of 132; many.
+TILES = {"one": (1, 1), "two": (13, 14), "many": (23, 26)}
+BLOCKS = ("one", "fewer", "as many", "one more", "many")
+FORMATS = ("mxfp4", "nvfp4", "int4 per row")
+
+
+def k_blocks(name: str, stages: int) -> int:
+    return {
+        "one": 1,
+        "fewer": max(1, stages - 1),
+        "as many": stages,
+        "one more": stages + 1,
+        "many": 3 * stages + 1,
+    }[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corner:
+    format: str
+    tiles: str
+    blocks: str
+    cluster: int
+    rank: int
+    stages: int
+
+    @property
+    def cell(self) -> Cell:
+        step = 64 if self.format == "nvfp4" else 128
+        m, n = TILES[self.tiles]
+        per_row = self.format == "int4 per row"
+        return Cell(
+            self.format.split()[0],
+            self.rank,
+            m * TILE_M - 3,
+            n * 128 - 8,
+            k_blocks(self.blocks, self.stages) * step - 32,
+            kernel="sm90_v2",
+            tile_m=TILE_M,
+            cluster=self.cluster,
+            main_stages=self.stages,
+            special=False,
+            **({"block_size": None, "scale_dtype": "float32"} if per_row else {}),
+        )
+
+
+def corners(formats: tuple[str, ...]) -> Iterator[Corner]:
+    for parts in itertools.product(formats, TILES, BLOCKS, (1, 2), (0, 32, 160), (2, 4)):
+        yield Corner(*parts)
+
+
+def run(corner: Corner) -> str | None:
+    """What went wrong, None if nothing did."""
+    cell = corner.cell
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(gpu_parity.make_x(cell, rng))
+    w = make_weight(cell, rng)
+    spec = w.spec(cell.out_dtype)
+    if cell.rank == 0:
+        spec = spec.replace(lora_dtype="bfloat16")
+    for_quantize, for_gemm = operands_of(w, spec)
+    params = {"spec": spec, "plan": solve(cell, spec), "implementation": "cuda"}
+    args = (x, *for_quantize, *for_gemm)
+    program = Poisoned(lambda *a: primitives.matmul_p.bind(*a, **params), *args)
+    (y, *_), landed = program.run()
+    (again, *_), _ = program.run()
+    if not landed:
+        return "results did not land in poisoned buffers"
+    if y.tobytes() != again.tobytes():
+        return "two runs differ"
+    with jax.default_matmul_precision("highest"):
+        want = np.asarray(jax.jit(reference.matmul_ref, static_argnums=10)(*args, spec)[0])
+    got, want = y.astype(np.float64), want.astype(np.float64)
+    if not np.isfinite(got).all():
+        return f"{np.sum(~np.isfinite(got))} cells are not finite"
+    # Two roundings to bf16 and, for lora_act, its own: a wrong cell is off by the size of y.
+    scale = np.sqrt(np.mean(want**2))
+    worst = np.max(np.abs(got - want) / (np.abs(want) + scale))
+    return None if worst < 0.02 else f"a cell is off by {worst:.3g} of its size"
+
+
+class Watchdog:
+    """Ends the process when nothing finished for `WATCHDOG_S`."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+        self.running: set[Corner] = set()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(1.0)
+            if time.monotonic() - self.last > WATCHDOG_S:
+                print(f"HUNG: nothing finished for {WATCHDOG_S} s; running:", flush=True)
+                for corner in tuple(self.running):
+                    print(f"  {corner}", flush=True)
+                os._exit(3)
+
+    def __call__(self, corner: Corner) -> str | None:
+        self.running.add(corner)
+        try:
+            return run(corner)
+        except Exception as error:  # one broken corner must not hide the others
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.running.discard(corner)
+            self.last = time.monotonic()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=8, help="corners being compiled at once")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    todo = list(corners(tuple(args.formats)))
+    started, watched = time.time(), Watchdog()
+    failed = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for corner, problem in zip(todo, pool.map(watched, todo), strict=True):
+            if problem is not None:
+                failed.append({**dataclasses.asdict(corner), "problem": problem})
+                print(f"FAILED {corner}: {problem}", flush=True)
+    seconds = round(time.time() - started, 1)
+    print(f"{len(todo)} corners, {len(failed)} failed, none hung, {seconds} s")
+    if args.json:
+        device = jax.devices()[0].device_kind
+        report = {"device": device, "jax": jax.__version__, "corners": len(todo)}
+        report |= {"seconds": seconds, "failed": failed}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
