@@ -29,9 +29,17 @@ _WHO = "jax_w4a4.quantize"
 _OVERSAMPLE = 16
 _POWER_ITERATIONS = 2
 # A weight's scale need not follow the activation rule. These multiples of the block maximum are
-# tried as well and the scale with the smallest squared error is kept. An e8m0 scale moves in
-# factors of two only.
-_CLIPS = {"nvfp4": (0.9, 0.8, 0.7), "mxfp4": (0.5,), "int4": (0.9, 0.8, 0.7)}
+# tried as well and the scale with the smallest squared error is kept. Multiples above 1 give up the
+# coarse top of e2m1 (1.5 maps the maximum to 4 instead of 6); int4's uniform steps gain nothing from
+# them. An e8m0 scale moves in factors of two only, and its double has no finer step anywhere.
+_CLIPS = {
+    "nvfp4": (1.5, 1.4, 1.3, 1.2, 1.1, 0.9, 0.8, 0.7),
+    "mxfp4": (0.5,),
+    "int4": (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65),
+}
+# Least importance of an input channel, relative to the root mean square of all: calibration data
+# that never used a channel don't prove that it is never used.
+_LEAST_IMPORTANCE = 1 / 16
 _SMOOTH_LIMIT = 2.0**10
 _SHIFT = 1e-5
 _TINY = 1e-30
@@ -50,6 +58,7 @@ def quantize(
     bias: Array | None = None,
     channel_scale: Array | None = None,
     iterations: int = 8,
+    scale_search: bool = True,
     lora_dtype: Any = jnp.bfloat16,
     act_unsigned: bool = False,
     act_rule: str = "rceil",
@@ -71,13 +80,16 @@ def quantize(
         for one scale per row.
       scale_dtype: dtype of int4 scales: float16 (default), bfloat16 or float32.
       act_amax: (K,) largest |x| per input channel over calibration data. Turns smoothing on:
-        smooth = act_amax^smooth_alpha / max|w|^(1 - smooth_alpha), scaled to geometric mean 1.
+        smooth = act_amax^smooth_alpha / max|w|^(1 - smooth_alpha), scaled to geometric mean 1;
+        and makes errors count in proportion to act_amax of their input channel.
       smooth: (K,) positive, the vector itself instead; x is divided by it, w multiplied.
       smooth_alpha: how much of the activation's range moves into the weight, 0 to 1.
       bias: (N,), stored as float32.
       channel_scale: (N,) nonzero factor of the quantized product, stored as float32; the codes
         then hold the residual divided by it.
       iterations: rounds of low-rank fit and rounding, at least 1; with rank 0 there is one.
+      scale_search: choose each block scale among several by squared error; False takes the
+        activation's rule (round-to-nearest).
       lora_dtype: bfloat16, float16 or float32.
       act_unsigned: x is nonnegative and quantized to 0..15 (int4 only).
       act_rule: "rceil" or "floor", the scale rule for mxfp4 activations.
@@ -141,7 +153,17 @@ def quantize(
     k_pad = formats.padded_k(k, block_size)
     spec = Spec(format, k, k_pad, block_size or k_pad, scale_dtype)
     fields = _decompose(
-        w, smooth, channel_scale, spec, rank, iterations, two_level, lora_dtype, lora_smoothed
+        w,
+        act_amax,
+        smooth,
+        channel_scale,
+        spec,
+        rank,
+        iterations,
+        scale_search,
+        two_level,
+        lora_dtype,
+        lora_smoothed,
     )
     return Weight(
         **fields,
@@ -318,9 +340,15 @@ def _low_rank(a: Array, basis: Array, rank: int) -> tuple[Array, Array, Array]:
     return up, basis[:, :rank] * root, basis
 
 
-def _round_blocks(v: Array, spec: Spec) -> tuple[Array, Array, Array]:
-    """Rounds (N, K) with the best of a few scales per block: packed, scales, values (N, K)."""
+def _round_blocks(
+    v: Array, importance: Array, spec: Spec, clips: tuple[float, ...]
+) -> tuple[Array, Array, Array]:
+    """Rounds (N, K) with the best scale per block: packed, scales, values (N, K).
+
+    `importance` (1, K) multiplies errors; `clips` are the multiples of the block maximum to try.
+    """
     v = formats.split_blocks(v, spec)
+    importance = formats.split_blocks(importance, spec)
     amax = formats.block_amax(v, unsigned=False)
     unit = formats.reciprocal(jnp.where(amax == 0, 1.0, amax))[..., None]
 
@@ -331,26 +359,38 @@ def _round_blocks(v: Array, spec: Spec) -> tuple[Array, Array, Array]:
         scales, least = best
         tried = formats.block_scale(amax * clip, spec, unsigned=False)
         codes = formats.encode_blocks(v, tried, spec, unsigned=False)
-        error = jnp.sum(jnp.square((values(codes, tried) - v) * unit), axis=-1)
+        error = jnp.sum(jnp.square((values(codes, tried) - v) * unit * importance), axis=-1)
         worse = error >= least  # False for NaN, which must not be hidden by an older scale
         return (jnp.where(worse, scales, tried), jnp.where(worse, least, error)), None
 
     start = jnp.zeros(amax.shape, spec.scale_dtype), jnp.full(amax.shape, jnp.inf)
-    clips = jnp.asarray((1.0, *_CLIPS[spec.format]), jnp.float32)
-    (scales, _), _ = lax.scan(try_clip, start, clips)
+    (scales, _), _ = lax.scan(try_clip, start, jnp.asarray(clips, jnp.float32))
     codes = formats.encode_blocks(v, scales, spec, unsigned=False)
     rounded = values(codes, scales).reshape(v.shape[0], spec.k_pad)[:, : spec.k]
     return formats.join_blocks(codes), scales, rounded
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8))
+def _importance(act_amax: Array | None, smooth: Array | None, k: int) -> Array:
+    """(1, K) what an error in a column of w * smooth is multiplied by, root mean square near 1."""
+    if act_amax is None:
+        return jnp.ones((1, k), jnp.float32)
+    # The maximum first, so that no square overflows.
+    a = act_amax * formats.reciprocal(smooth)
+    a = a * formats.reciprocal(jnp.maximum(jnp.max(a), _TINY))
+    a = a * lax.rsqrt(jnp.maximum(jnp.mean(jnp.square(a)), _TINY))
+    return jnp.maximum(a, _LEAST_IMPORTANCE)[None, :]
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9, 10))
 def _decompose(
     w: Array,
+    act_amax: Array | None,
     smooth: Array | None,
     channel_scale: Array | None,
     spec: Spec,
     rank: int,
     iterations: int,
+    scale_search: bool,
     two_level: bool,
     lora_dtype: str,
     lora_smoothed: bool,
@@ -359,6 +399,8 @@ def _decompose(
     target = w if smooth is None else w * smooth[None, :]
     row_scale = jnp.float32(1) if channel_scale is None else channel_scale[:, None]
     inverse_row_scale = formats.reciprocal(row_scale)
+    importance = _importance(act_amax, smooth, spec.k)
+    clips = (1.0, *_CLIPS[spec.format]) if scale_search else (1.0,)
 
     def rounded(residual: Array) -> tuple[dict[str, Array], Array]:
         v = residual * inverse_row_scale
@@ -369,7 +411,7 @@ def _decompose(
             global_scale = jnp.where(global_scale >= 2.0**-126, global_scale, 1.0)
             v = v * formats.reciprocal(global_scale)
             fields["global_scale"] = global_scale
-        fields["packed"], fields["scales"], values = _round_blocks(v, spec)
+        fields["packed"], fields["scales"], values = _round_blocks(v, importance, spec, clips)
         if two_level:
             values = values * global_scale
         return fields, values * row_scale
@@ -385,8 +427,8 @@ def _decompose(
 
     def one_round(state):
         best, least, basis, values = state
-        up, down, basis = _low_rank((target - values) * unit, basis, rank)
-        up, down = up * jnp.sqrt(amax), down * jnp.sqrt(amax)
+        up, down, basis = _low_rank((target - values) * unit * importance, basis, rank)
+        up, down = up * jnp.sqrt(amax), down * jnp.sqrt(amax) / importance.T
         up = formats.round_to(up, lora_dtype)
         # The residual is taken against the factors as stored, so that it absorbs their rounding.
         if smooth is None or lora_smoothed:
@@ -398,7 +440,7 @@ def _decompose(
         residual = target - _matmul(formats.to_f32(up), down_smoothed.T)
         fields, values = rounded(residual)
         fields.update(lora_up=up, lora_down=down)
-        error = jnp.sum(jnp.square((residual - values) * unit))
+        error = jnp.sum(jnp.square((residual - values) * unit * importance))
         # Negated so that a NaN (only possible under a trace) reaches the result.
         keep = ~(error >= least)
         best = jax.tree.map(lambda new, old: jnp.where(keep, new, old), fields, best)
