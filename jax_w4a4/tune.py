@@ -128,7 +128,7 @@ def sweep(planned: plan.Plan, seconds: Callable[[dict[str, int]], float], device
     design = plan.budget.DESIGNS[planned.kernel]
     own = {"tile_m": planned.tile_m, "tile_n": planned.tile_n, "cluster": planned.cluster}
     timed = [(seconds(own), own)]
-    for tile_m, tile_n, cluster in design.tiles:
+    for tile_m, tile_n, cluster in design.tiles_of(planned.problem):
         choices = {"tile_m": tile_m, "tile_n": tile_n, "cluster": cluster}
         if choices == own:
             continue

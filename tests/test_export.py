@@ -14,7 +14,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_w4a4 import primitives
+from jax_w4a4 import plan, primitives
 from jax_w4a4.matmul import matmul, quantize_activation
 
 N, K = 24, 64
@@ -76,7 +76,7 @@ class ExportTest(parameterized.TestCase):
             again = export.deserialize(made.serialize())
             self.assertEqual(again.platforms, ("cuda",))
             self.assertIn("@jax_w4a4.matmul.v3", again.mlir_module())
-            self.assertIn("schema = 2 : i64", again.mlir_module())
+            self.assertIn(f"schema = {plan.planner.SCHEMA} : i64", again.mlir_module())
 
     def test_checks_name_every_target(self):
         self.assertLen(primitives.DISABLE_JAX_EXPORT_CHECKS, len(primitives.FFI_TARGETS))

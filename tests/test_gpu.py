@@ -329,24 +329,28 @@ class PlanAndLaunch(parameterized.TestCase):
         self.assertEqual(launch["local_bytes"], 0, "registers were spilled")
         self.assertGreaterEqual(launch["blocks_per_sm"], 1)
 
-    @parameterized.product(
-        format=("mxfp4", "nvfp4"), tile_m=gpu_parity.V2_TILES, cluster=(1, 2), stages=(None, 3)
+    @parameterized.parameters(
+        (path, tile_m, cluster, stages)
+        for path in gpu_parity.V2_PATHS
+        for tile_m in plan.budget.V2_PATHS[path].tiles
+        for cluster in (1, 2)
+        for stages in (None, 3)
     )
-    def test_driver_reports_the_v2_plan(self, format, tile_m, cluster, stages):
+    def test_driver_reports_the_v2_plan(self, path, tile_m, cluster, stages):
         cell = gpu_parity.Cell(
-            format,
-            32,
-            1500,
-            3000,
-            256,
+            rank=32,
+            m=1500,
+            n=3000,
+            k=256,
             kernel="sm90_v2",
             tile_m=tile_m,
             cluster=cluster,
             main_stages=stages,
             special=False,
+            **gpu_parity.V2_PATHS[path],
         )
         self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
-        _, w = layer(8, 300, 256, 32, format)
+        w = gpu_parity.make_weight(cell, np.random.default_rng(0))
         found = gpu_parity.solve(cell, w.spec("bfloat16"))
         launch = _ffi.last_launch()
         self.assertEqual(launch["dynamic_smem_bytes"], found.smem_bytes)

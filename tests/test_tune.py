@@ -120,7 +120,7 @@ class SweepTest(parameterized.TestCase):
         self.assertAlmostEqual(best.us, 1.0)
         self.assertAlmostEqual(best.planned_us, 2.0)
         self.assertEqual(len(timed), len(set(timed)))
-        tiles = plan.budget.DESIGNS["sm90_v2"].tiles
+        tiles = plan.budget.DESIGNS["sm90_v2"].tiles_of(PROBLEM)
         self.assertLen(timed, len(tiles))
 
     def test_the_planned_tile_stays_unless_another_is_faster(self):
