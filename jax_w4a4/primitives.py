@@ -363,12 +363,14 @@ class Call:
       implementation: None, "cuda" or "xla".
       target: what to plan for; None where no plan is possible.
       kernel: the kernel to plan, None for the planner's choice.
+      precision: None, "fastest" or "highest".
     """
 
     out_dtype: str
     implementation: str | None
     target: plan.Target | None
     kernel: str | None = None
+    precision: str | None = None
 
     def __repr__(self) -> str:
         # Printed inside jaxprs.
@@ -415,6 +417,7 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Proble
         scale_dtype=spec.scale_dtype,
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
+        precision=spec.precision,
     )
 
 
@@ -455,7 +458,7 @@ def _matrix(v: Array | None, rows: Any, dtype: str) -> Array:
 
 def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
     """One device's product, leading dimensions of x folded into M."""
-    spec = w.spec(call.out_dtype)
+    spec = w.spec(call.out_dtype).replace(precision=call.precision)
     lead = x.shape[:-1]
     m, n = math.prod(lead), w.shape[0]
     weight = (
