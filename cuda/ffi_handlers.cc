@@ -400,10 +400,14 @@ struct PrivateBuffers {
 Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
                    const PlanAttrs& plan, const SpecAttrs& spec) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;
-  if (m > kMost || n > kMost) {
+  // The kernel counts weight scales in 32 bits.
+  const int64_t scales = spec.k_pad / spec.block_size * n;
+  if (m > kMost || n > kMost || scales >> 32 != 0) {
     return Error(ErrorCode::kFailedPrecondition,
-                 "jax_w4a4: kernel sm90_v2 takes fewer than 2^31 rows, got " +
-                     std::to_string(m) + " and " + std::to_string(n));
+                 "jax_w4a4: kernel sm90_v2 takes fewer than 2^31 rows and 2^32 "
+                 "weight scales, got " +
+                     std::to_string(m) + " and " + std::to_string(n) +
+                     " rows, " + std::to_string(scales) + " scales");
   }
   // The token ring copies whole tiles.
   const int64_t tokens = GemmV2TokenScale(plan.V2Path()) ? m + plan.tile_m : 0;
@@ -491,6 +495,7 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.rank = static_cast<int>(Dim(b.lora_up, 1));
   p.stages = static_cast<int>(plan.main_stages);
   p.group_m = static_cast<int>(plan.group_m);
+  p.promote_k = static_cast<int>(plan.promote_k);
   p.smem = GetGemmV2Smem(plan);
 
   const int tile_m = static_cast<int>(plan.tile_m);

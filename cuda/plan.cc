@@ -113,8 +113,10 @@ ffi::Error CheckV1Attrs(const PlanAttrs& p) {
 bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
   switch (path) {
     case GemmV2Path::kMxfp4:
+    case GemmV2Path::kMxfp4Promoted:
       return s.format == static_cast<int64_t>(Format::kMxfp4);
     case GemmV2Path::kNvfp4:
+    case GemmV2Path::kNvfp4Rounded:
       return s.format == static_cast<int64_t>(Format::kNvfp4);
     case GemmV2Path::kInt4Row:
       return s.format == static_cast<int64_t>(Format::kInt4) &&
@@ -130,6 +132,14 @@ ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
                    s.k_pad);
   }
   const int tile_k = GemmV2TileK(p.V2Path());
+  const bool promoted = p.V2Path() == GemmV2Path::kMxfp4Promoted;
+  if (promoted ? p.promote_k < tile_k || p.promote_k % tile_k != 0
+               : p.promote_k != 0) {
+    return Invalid("promote_k=", p.promote_k, " on path ", p.path,
+                   " of kernel sm90_v2; expected ",
+                   promoted ? "a positive multiple of " : "0, not a multiple of ",
+                   tile_k);
+  }
   if (GemmV2Kernel(p.V2Path(), static_cast<int>(p.tile_m),
                    static_cast<int>(p.cluster)) == nullptr ||
       p.tile_n != kGemmV2TileN * p.cluster || p.tile_k != tile_k ||

@@ -27,6 +27,8 @@ struct PlanAttrs {
   int64_t group_m;
   // sm90_v2: a GemmV2Path; 0 otherwise.
   int64_t path;
+  // K elements that kMxfp4Promoted adds up in the tensor core; 0 otherwise.
+  int64_t promote_k;
   // From one stage of the activation to the next.
   int64_t stage_bytes;
   // Offsets of the first stage from the start of dynamic shared memory.
@@ -80,7 +82,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("main_stages"), StructMember<int64_t>("lora_stages"),
     StructMember<int64_t>("store_stages"), StructMember<int64_t>("threads"),
     StructMember<int64_t>("smem_bytes"), StructMember<int64_t>("group_m"),
-    StructMember<int64_t>("path"), StructMember<int64_t>("stage_bytes"), StructMember<int64_t>("off_weight"),
+    StructMember<int64_t>("path"), StructMember<int64_t>("promote_k"),
+    StructMember<int64_t>("stage_bytes"), StructMember<int64_t>("off_weight"),
     StructMember<int64_t>("off_act"), StructMember<int64_t>("off_weight_scale"),
     StructMember<int64_t>("off_act_scale"),
     StructMember<int64_t>("off_lora_up"), StructMember<int64_t>("off_lora_act"),

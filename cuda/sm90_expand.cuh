@@ -10,13 +10,16 @@
 // (s = k-step, h = half of the step, j = byte or half-word of a fragment register.)
 #pragma once
 
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 #include <cstdint>
 
 #include "sm90_ptx.cuh"
 
 namespace jax_w4a4::sm90 {
 
-// Eight e5m2 bytes: the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 times one power of two.
+// Eight FP8 bytes: the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 times one scale.
 struct FoldTable {
   uint32_t lo;
   uint32_t hi;
@@ -58,9 +61,134 @@ __device__ __forceinline__ void expand_e2m1_e5m2(uint32_t word, FoldTable table,
   const uint32_t shifted = word << 4;
   const uint32_t sign0 = prmt(word, shifted, 0x1504);
   const uint32_t sign1 = prmt(word, shifted, 0x3726);
-  half0 = prmt(table.lo, table.hi, magnitude) | (sign0 & 0x80808080u);
-  half1 = prmt(table.lo, table.hi, magnitude >> 16) | (sign1 & 0x80808080u);
+  half0 = prmt(table.lo, table.hi, magnitude) ^ (sign0 & 0x80808080u);
+  half1 = prmt(table.lo, table.hi, magnitude >> 16) ^ (sign1 & 0x80808080u);
 }
+
+// ---- value * scale rounded to e4m3 ----
+//
+// A scale's index counts e4m3 steps over an exponent without a lower end: its fp16 bits without the
+// seven that are always zero, less one, so that zero stands apart. A row's base is chosen so that
+// index - base is the e4m3 byte of scale / power, the power of two that its results are multiplied
+// by, and at most kRoundedTop.
+
+constexpr int kRoundedTop = 0x66;  // six times it still fits
+constexpr int kRoundedLow = 0x10;  // half of it is still a normal number, as is all above
+
+__device__ __forceinline__ uint32_t rounded_index(uint32_t half) { return (half - 1) >> 7; }
+
+// The base of a row whose largest scale has the magnitude bits `largest`.
+__device__ __forceinline__ int rounded_base(uint32_t largest) {
+  const uint32_t half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(largest),
+                                                __NV_E4M3).x;
+  const int past = static_cast<int>(half >> 7) - kRoundedTop;
+  return ((past + 7) & ~7) - 1;
+}
+
+// log2 of the power that goes with a base. An index of 63 is e4m3's byte 0.
+__device__ __forceinline__ int rounded_exponent(int base) { return (base - 63) / 8; }
+
+// p * 2^exponent to the nearest e4m3 byte, ties to even; below e4m3's largest.
+constexpr uint32_t round_e4m3(uint32_t p, int exponent) {
+  if (p == 0) return 0;
+  int binade = exponent;
+  for (uint32_t rest = p; rest > 1; rest >>= 1) ++binade;
+  binade = binade < -6 ? -6 : binade;
+  const int dropped = binade - 3 - exponent;
+  if (dropped > 20) return 0;
+  uint32_t steps = dropped > 0 ? p >> dropped : p << -dropped;
+  if (dropped > 0) {
+    const uint32_t rest = p - (steps << dropped);
+    const uint32_t half = 1u << (dropped - 1);
+    if (rest > half || (rest == half && steps % 2 == 1)) ++steps;
+  }
+  return (binade + 6) * 8 + steps;
+}
+
+// The bytes of a scale whose e4m3 byte would be `byte`, at any distance below the smallest one.
+constexpr FoldTable rounded_table(int byte, uint32_t sign) {
+  constexpr uint32_t kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // e2m1 times two
+  const int exponent = (byte + 1024) / 8 - 128;
+  uint32_t bytes[8] = {};
+  for (int i = 0; i < 8; ++i) {
+    bytes[i] = round_e4m3(kTwice[i] * (8 + (byte + 1024) % 8), exponent - 11) | sign;
+  }
+  return {bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24,
+          bytes[4] | bytes[5] << 8 | bytes[6] << 16 | bytes[7] << 24};
+}
+
+// The same for kRoundedLow..kRoundedTop: all results are normal, and only the products with 1.5, 3
+// and 6 are rounded, by a step count that depends on the mantissa alone.
+__host__ __device__ constexpr FoldTable rounded_table_fast(uint32_t byte, uint32_t half_more) {
+  return {half_more * 0x01000000u + (byte * 0x01010100u - 0x800u),
+          half_more * 0x01000100u + (byte * 0x01010101u + 0x10100808u)};
+}
+constexpr uint64_t kRoundedSteps = 0x0404050505050504;  // steps from scale to 1.5 scale, by mantissa
+constexpr bool rounded_table_fast_holds() {
+  for (uint32_t byte = kRoundedLow; byte <= kRoundedTop; ++byte) {
+    const FoldTable a = rounded_table(byte, 0);
+    const FoldTable b = rounded_table_fast(byte, kRoundedSteps >> byte % 8 * 8 & 0xFF);
+    if (a.lo != b.lo || a.hi != b.hi) return false;
+  }
+  return true;
+}
+static_assert(rounded_table_fast_holds());
+
+// What the fast form cannot do, by index - base: scales far below their row's largest, negative ones
+// (256 higher), and in the last place zero.
+struct RoundedTables {
+  static constexpr int kBelow = 40;  // the smallest scale beside the largest is at -40
+  static constexpr int kCount = 400;
+  FoldTable at[kCount];
+};
+constexpr RoundedTables rounded_tables() {
+  RoundedTables tables = {};
+  for (int i = 0; i < RoundedTables::kCount - 1; ++i) {
+    const int byte = i - RoundedTables::kBelow;
+    if (byte <= kRoundedTop) tables.at[i] = rounded_table(byte, 0);
+    if (byte >= 256 - RoundedTables::kBelow) tables.at[i] = rounded_table(byte - 256, 0x80);
+  }
+  return tables;
+}
+__device__ constexpr RoundedTables kRoundedTables = rounded_tables();
+
+// Tables of two neighbouring blocks from their e4m3 bytes.
+class RoundedRowFold {
+ public:
+  struct Pair {
+    FoldTable first, second;
+  };
+
+  __device__ __forceinline__ explicit RoundedRowFold(int base) : base_(base) {}
+
+  __device__ __forceinline__ Pair block(uint32_t scales) const {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(scales)));
+    return {table(halves & 0xFFFF), table(halves >> 16)};
+  }
+
+ private:
+  __device__ __forceinline__ FoldTable table(uint32_t half) const {
+    const uint32_t byte = rounded_index(half) - base_;
+    const uint32_t more = prmt(static_cast<uint32_t>(kRoundedSteps),
+                               static_cast<uint32_t>(kRoundedSteps >> 32), (byte & 7) | 0x8880);
+    FoldTable t = rounded_table_fast(byte, more);
+    const uint32_t slot = min(byte + RoundedTables::kBelow, RoundedTables::kCount - 1u);
+    // Rare, and a branch would cut the MMA's stream in two.
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.gt.u32 p, %3, %4;\n"
+        "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
+        "}\n"
+        : "+r"(t.lo), "+r"(t.hi)
+        : "l"(&kRoundedTables.at[slot]), "r"(byte - kRoundedLow),
+          "n"(kRoundedTop - kRoundedLow));
+    return t;
+  }
+
+  int base_;
+};
 
 // ---- INT8 MMA ----
 

@@ -102,6 +102,7 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
   a.k_blocks = CeilDiv(p.k_pad, stage_k);
   a.scale_blocks =
       GemmV2Block(path) == 0 ? 0 : p.k_pad / GemmV2Block(path);
+  a.promote_stages = p.promote_k / stage_k;
   a.lora_chunks = CeilDiv(p.rank, sm90::kLoraRanks);
   a.m_tiles = CeilDiv(p.m, tile_m);
   a.n_tiles = CeilDiv(p.n, cluster * kGemmV2TileN);

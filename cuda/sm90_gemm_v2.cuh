@@ -50,6 +50,7 @@ struct GemmV2Args {
   int m, n;
   int k_blocks;      // stages of K per tile
   int scale_blocks;  // block scales per weight row
+  int promote_stages;  // stages of K that are added up in the tensor core, kPromote only
   int lora_chunks;
   int m_tiles, n_tiles;  // n_tiles counts cluster-wide tiles: kCluster x 128 rows
   int group_m;           // m tiles that share one sweep over n
@@ -65,6 +66,11 @@ struct Tile {
   int m0;
   int n0;
 };
+
+template <int kCluster>
+__device__ __forceinline__ int cta_rank() {
+  return kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+}
 
 // Tiles in launch order: m fastest inside a group of group_m m-tiles, so that the clusters of one
 // wave share few weight rows (each read once from HBM) and the group's activations stay in L2.
@@ -142,36 +148,66 @@ __device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring
 // What a thread knows about one of its two weight rows (g and g + 8) of a tile.
 struct Row {
   RowInputs inputs;
-  const uint8_t* scales;  // this lane's scale byte of the next stage
+  uint32_t scales;        // where in weight_scales this lane's bytes of the next stage are
   uint32_t scale;         // its value for the stage about to be expanded
 };
 
-// Reads a scale byte and steps to the next stage. Past the last scale the old value stays: the codes
-// there are zero (the copy engine fills them in), so any scale will do.
-__device__ __forceinline__ void next_scale(Row& row, bool inside, int step) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p ld.global.nc.u8 %0, [%1];\n"
-      "}\n"
-      : "+r"(row.scale)
-      : "l"(row.scales), "r"(static_cast<uint32_t>(inside)));
-  row.scales += step;
+// Reads a lane's scale bytes and steps to the next stage. Past the last scale the old value stays: the
+// codes there are zero (the copy engine fills them in), so any scale will do.
+template <class Format>
+__device__ __forceinline__ void next_scale(const GemmV2Args& args, Row& row, bool inside) {
+  if constexpr (Format::kStageScales == 8) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p ld.global.nc.u16 %0, [%1];\n"
+        "}\n"
+        : "+r"(row.scale)
+        : "l"(args.weight_scales + row.scales), "r"(static_cast<uint32_t>(inside)));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p ld.global.nc.u8 %0, [%1];\n"
+        "}\n"
+        : "+r"(row.scale)
+        : "l"(args.weight_scales + row.scales), "r"(static_cast<uint32_t>(inside)));
+  }
+  row.scales += Format::kStageScales;
+}
+
+// Volatile: loading them again is meant where they would stay in registers through the K loop.
+__device__ __forceinline__ RowInputs load_row_inputs(const GemmV2Args& args, int row) {
+  RowInputs v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.scale_lo), "=f"(v.scale_hi), "=f"(v.bias), "=r"(v.base)
+               : "l"(args.rows + min(row, args.n - 1)));  // rows past N are never stored
+  return v;
 }
 
 template <class Format>
 __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q) {
-  const int r = min(index, args.n - 1);  // rows past N compute, but are never stored
-  const int4 raw = __ldg(reinterpret_cast<const int4*>(args.rows + r));
+  const int r = min(index, args.n - 1);
   Row row;
-  row.inputs = {__int_as_float(raw.x), __int_as_float(raw.y), __int_as_float(raw.z), raw.w};
-  row.scales = args.weight_scales + static_cast<int64_t>(r) * args.scale_blocks + q;
+  row.inputs = load_row_inputs(args, index);
+  const int first = q * Format::kStageScales / 4;
+  row.scales = static_cast<uint32_t>(r) * args.scale_blocks + first;
   row.scale = 0;
-  if constexpr (Format::kStageScales > 0) {
-    next_scale(row, q < args.scale_blocks, Format::kStageScales);
-  }
+  if constexpr (Format::kStageScales > 0) next_scale<Format>(args, row, first < args.scale_blocks);
   return row;
+}
+
+// The scales of the stage after `kb`.
+template <class Format>
+__device__ __forceinline__ void next_scales(const GemmV2Args& args, Row (&rows)[2], int kb, int q) {
+  if constexpr (Format::kStageScales > 0) {
+    const int first = q * Format::kStageScales / 4;
+    const bool inside = (kb + 1) * Format::kStageScales < args.scale_blocks - first;
+    next_scale<Format>(args, rows[0], inside);
+    next_scale<Format>(args, rows[1], inside);
+  }
 }
 
 // The K loop of one tile: expand, MMA, release. Leaves the last stage's MMAs in flight.
@@ -184,16 +220,11 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
   uint32_t a[4][4];
   const typename Format::RowFold fold0(rows[0].inputs.base);
   const typename Format::RowFold fold1(rows[1].inputs.base);
-  const int scales_left = args.scale_blocks - q;
   int previous = 0;
   for (int kb = 0; kb < args.k_blocks; ++kb) {
     const auto block0 = fold0.block(rows[0].scale);
     const auto block1 = fold1.block(rows[1].scale);
-    if constexpr (Format::kStageScales > 0) {
-      const bool inside = (kb + 1) * Format::kStageScales < scales_left;
-      next_scale(rows[0], inside, Format::kStageScales);
-      next_scale(rows[1], inside, Format::kStageScales);
-    }
+    next_scales<Format>(args, rows, kb, q);
 
     main.wait_full(stage);
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
@@ -217,6 +248,63 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
     previous = stage.slot;
     main.advance(stage);
   }
+}
+
+// The same with promotion: every args.promote_stages stages the sums move on into fp32 registers that
+// the tensor core does not shorten. Two fragment buffers, which is what the registers leave; all MMAs
+// are complete at the end.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t smem,
+                                             const Ring& main, RingState& stage,
+                                             float (&total)[kTileM / 2], Row (&rows)[2],
+                                             uint32_t thread_weight, int q, uint32_t lane) {
+  float acc[kTileM / 2];
+  // acc too, though the first MMA of a group overwrites it: undefined registers count as live all
+  // through the epilogue.
+#pragma unroll
+  for (int i = 0; i < kTileM / 2; ++i) total[i] = acc[i] = 0.0f;
+  uint32_t a[2][4];
+  const typename Format::RowFold fold0(rows[0].inputs.base);
+  const typename Format::RowFold fold1(rows[1].inputs.base);
+  int previous = 0;
+  int kb = 0;
+  do {
+    int left = min(args.promote_stages, args.k_blocks - kb);
+    int accumulate = 0;
+    do {
+      const auto block0 = fold0.block(rows[0].scale);
+      const auto block1 = fold1.block(rows[1].scale);
+      next_scales<Format>(args, rows, kb, q);
+
+      main.wait_full(stage);
+      const uint32_t slot = smem + stage.slot * args.stage_bytes;
+      const uint32_t weight = slot + thread_weight;
+      uint2 packed0, packed1;
+      const uint64_t act = matrix_descriptor<kRowBytes>(slot);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        if (s % 2 == 0) {
+          packed0 = load_shared_v2(weight + 4 * s);
+          packed1 = load_shared_v2(weight + 8 * Format::kWeightBytes + 4 * s);
+        }
+        Format::expand_word(s % 2 == 0 ? packed0.x : packed0.y, block0, a[s % 2][0], a[s % 2][2]);
+        Format::expand_word(s % 2 == 0 ? packed1.x : packed1.y, block1, a[s % 2][1], a[s % 2][3]);
+        wgmma_fence();
+        Wgmma<kTileM>::template rs<Format::kMma>(acc, a[s % 2], act + 2 * s, s > 0 || accumulate);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (s == 0) main.release<kCluster>(previous, lane, kb > 0);
+      }
+      previous = stage.slot;
+      main.advance(stage);
+      accumulate = 1;
+      ++kb;
+    } while (--left > 0);
+    wgmma_wait<0>();
+    pin(acc);
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; ++i) total[i] += acc[i];
+  } while (kb < args.k_blocks);
 }
 
 // Scales the accumulators in place: floats from here on, to which the low-rank product is added.
@@ -322,47 +410,75 @@ __device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Til
   }
 }
 
+// Where a consumer thread stands.
+struct Place {
+  __device__ __forceinline__ Place() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    lane = thread % 32;
+    warp = thread / 32 % 4;
+    group = thread / 128 - 1;
+    q = lane % 4;
+    local_row = group * 64 + warp * 16 + lane / 4;
+  }
+
+  uint32_t lane;
+  int warp, group;  // of the warpgroup, of the CTA
+  int q;            // in the quad of lanes that share weight rows
+  int local_row;    // the first of two weight rows, 8 apart
+};
+
 // A warpgroup computes 64 weight rows x kTileM tokens of every tile of its cluster.
 template <class Format, int kTileM, int kCluster>
 __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, Ring main,
-                                        Ring tokens, int cluster, int clusters, int rank,
-                                        int group) {
-  const uint32_t lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 % 4;
-  const int q = lane % 4;
-  const int local_row = group * 64 + warp * 16 + lane / 4;
-  uint32_t thread_weight =
-      args.off_weight + local_row * Format::kWeightBytes + q * (Format::kWeightBytes / 4);
+                                        Ring tokens, int cluster, int clusters) {
+  Place place;
+  uint32_t thread_weight = args.off_weight + place.local_row * Format::kWeightBytes +
+                           place.q * (Format::kWeightBytes / 4);
   asm volatile("" : "+r"(thread_weight));  // or it is recomputed from threadIdx in every stage
-  const uint32_t slab = smem + args.off_store + group * kTileM * 128;
 
   RingState stage;
-  RingState token;
   const int tiles = args.m_tiles * args.n_tiles;
-  int index = cluster;
-  if (index >= tiles) return;
-  Tile tile = tile_at(args, index, kTileM, kCluster * kTileN, rank);
-  Row next_rows[2] = {load_row<Format>(args, tile.n0 + local_row, q),
-                      load_row<Format>(args, tile.n0 + local_row + 8, q)};
-  while (true) {
+  if (cluster >= tiles) return;
+  Tile tile = tile_at(args, cluster, kTileM, kCluster * kTileN, cta_rank<kCluster>());
+  Row next_rows[2] = {load_row<Format>(args, tile.n0 + place.local_row, place.q),
+                      load_row<Format>(args, tile.n0 + place.local_row + 8, place.q)};
+  for (int turn = 0;; ++turn) {
     Row rows[2] = {next_rows[0], next_rows[1]};
     float acc[kTileM / 2];
-    mma<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight, q, lane);
+    if constexpr (Format::kPromote) {
+      mma_promoted<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight,
+                                             place.q, place.lane);
+      // Two sets of accumulators leave few registers: what the K loop does not need comes anew.
+      place = Place();
+      tile = tile_at(args, cluster + turn * clusters, kTileM, kCluster * kTileN, cta_rank<kCluster>());
+      rows[0].inputs = load_row_inputs(args, tile.n0 + place.local_row);
+      rows[1].inputs = load_row_inputs(args, tile.n0 + place.local_row + 8);
+    } else {
+      mma<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight, place.q,
+                                    place.lane);
+    }
+    const int q = place.q;
+    const uint32_t lane = place.lane;
 
     // The next tile's row inputs come from L2: ask before the epilogue, use after it.
-    const int next_index = index + clusters;
+    const int next_index = cluster + (turn + 1) * clusters;
     const bool more = next_index < tiles;
     Tile next_tile = tile;
     if (more) {
-      next_tile = tile_at(args, next_index, kTileM, kCluster * kTileN, rank);
-      next_rows[0] = load_row<Format>(args, next_tile.n0 + local_row, q);
-      next_rows[1] = load_row<Format>(args, next_tile.n0 + local_row + 8, q);
+      next_tile = tile_at(args, next_index, kTileM, kCluster * kTileN, cta_rank<kCluster>());
+      next_rows[0] = load_row<Format>(args, next_tile.n0 + place.local_row, q);
+      next_rows[1] = load_row<Format>(args, next_tile.n0 + place.local_row + 8, q);
     }
 
     wgmma_wait<0>();
     pin(acc);
     main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);
 
+    // Where RingState would be after `turn` steps, without registers of its own.
+    RingState token;
+    token.slot = turn % kTokenStages;
+    token.phase = turn / kTokenStages % 2;
     if constexpr (Format::kTokenScale) {
       tokens.wait_full(token);
     }
@@ -370,17 +486,16 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
     if constexpr (Format::kTokenScale) {
       __syncwarp();
       tokens.release<1>(token.slot, lane);
-      tokens.advance(token);
     }
-    add_low_rank<kTileM, kCluster>(args, smem, main, stage, acc, group, lane);
-    store<kTileM>(args, slab, tile, group, acc, rows, warp, lane);
+    add_low_rank<kTileM, kCluster>(args, smem, main, stage, acc, place.group, lane);
+    store<kTileM>(args, smem + args.off_store + place.group * kTileM * 128, tile, place.group, acc,
+                  rows, place.warp, lane);
 
     if (!more) break;
-    index = next_index;
     tile = next_tile;
   }
   // The slab must outlive the copy engine's reads.
-  if (warp == 0 && lane == 0) store_wait_read<0>();
+  if (place.warp == 0 && place.lane == 0) store_wait_read<0>();
 }
 
 template <class Format, int kTileM, int kCluster>
@@ -388,7 +503,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     gemm_v2_kernel(const __grid_constant__ GemmV2Args args) {
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   const uint32_t smem = smem_address(dynamic_smem);
-  const int rank = kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  const int rank = cta_rank<kCluster>();
   const int cluster = blockIdx.x / kCluster;
   const int clusters = gridDim.x / kCluster;
   const Ring main(smem + args.off_barriers, args.stages);
@@ -419,8 +534,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     __syncwarp();
   } else {
     claim_registers<kConsumerRegisters>();
-    compute<Format, kTileM, kCluster>(args, smem, main, tokens, cluster, clusters, rank,
-                                      warpgroup - 1);
+    compute<Format, kTileM, kCluster>(args, smem, main, tokens, cluster, clusters);
     __syncwarp();
   }
   // The peer still arrives on this CTA's barriers until its last release.
@@ -432,6 +546,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 // e2m1 with an e8m0 scale per 32: exponents folded into e5m2 on both sides, FP8 MMA.
 struct Mxfp4 {
   using Accumulator = float;
+  static constexpr bool kPromote = false;
   static constexpr MmaKind kMma = MmaKind::kE5m2E5m2;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;  // per row and stage
@@ -446,6 +561,10 @@ struct Mxfp4 {
                                                 uint32_t& half0, uint32_t& half1) {
     const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
                                                                                   : packed.w;
+    expand_word(word, table, half0, half1);
+  }
+  static __device__ __forceinline__ void expand_word(uint32_t word, FoldTable table,
+                                                     uint32_t& half0, uint32_t& half1) {
     expand_e2m1_e5m2(word, table, half0, half1);
   }
   static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
@@ -453,9 +572,14 @@ struct Mxfp4 {
   }
 };
 
+struct Mxfp4Promoted : Mxfp4 {
+  static constexpr bool kPromote = true;
+};
+
 // e2m1 with an e4m3 scale per 16, exact: value * scale has six significant bits, so bf16 holds it.
 struct Nvfp4 {
   using Accumulator = float;
+  static constexpr bool kPromote = false;
   static constexpr MmaKind kMma = MmaKind::kBf16;
   static constexpr int kStageK = 64;
   static constexpr int kWeightBytes = 32;
@@ -482,10 +606,37 @@ struct Nvfp4 {
   }
 };
 
+// e2m1 with an e4m3 scale per 16, each value times its scale rounded to e4m3, FP8 MMA.
+struct Nvfp4Rounded {
+  using Accumulator = float;
+  static constexpr bool kPromote = false;
+  static constexpr MmaKind kMma = MmaKind::kE4m3E4m3;
+  static constexpr int kStageK = 128;
+  static constexpr int kWeightBytes = 64;
+  static constexpr int kStageScales = 8;
+  static constexpr bool kTokenScale = true;
+  using RowFold = RoundedRowFold;
+
+  static __device__ __forceinline__ uint4 load_packed(uint32_t address) {
+    return load_shared_v4(address);
+  }
+  static __device__ __forceinline__ void expand(const uint4& packed, int step,
+                                                const RoundedRowFold::Pair& tables,
+                                                uint32_t& half0, uint32_t& half1) {
+    const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
+                                                                                  : packed.w;
+    expand_e2m1_e5m2(word, step < 2 ? tables.first : tables.second, half0, half1);
+  }
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
+    return acc * row.scale_lo * token * row.scale_hi;
+  }
+};
+
 // int4 with one scale per row and per token: integers on the INT8 MMA, weights times 16. The sums
 // are exact while 16 * 8 * 15 * K stays below 2^31; in the accumulators they are int32 bits.
 struct Int4Row {
   using Accumulator = int;
+  static constexpr bool kPromote = false;
   static constexpr MmaKind kMma = MmaKind::kS8;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;

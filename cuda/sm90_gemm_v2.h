@@ -27,11 +27,13 @@ constexpr int kGemmV2RankBytes = 64;
 // What the main loop multiplies, value of the plan's `path`: a format on one of
 // the tensor core's operand types. sm90_gemm_v2.cuh has a struct for each.
 enum class GemmV2Path : int {
-  kMxfp4 = 1,    // e5m2, block exponents folded in
-  kNvfp4 = 2,    // bf16, exact
-  kInt4Row = 3,  // s8, one scale per row and token
+  kMxfp4 = 1,          // e5m2, block exponents folded in
+  kMxfp4Promoted = 2,  // the same, sums moved to fp32 registers every promote_k
+  kNvfp4 = 3,          // bf16, exact
+  kNvfp4Rounded = 4,   // e4m3, value * scale rounded
+  kInt4Row = 5,        // s8, one scale per row and token
 };
-constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 3; }
+constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 5; }
 
 constexpr int GemmV2ElementBytes(GemmV2Path path) {
   return path == GemmV2Path::kNvfp4 ? 2 : 1;
@@ -45,9 +47,17 @@ constexpr bool GemmV2TokenScale(GemmV2Path path) {
 }
 // K elements per block scale that the main loop reads; 0: it reads none.
 constexpr int GemmV2Block(GemmV2Path path) {
-  return path == GemmV2Path::kMxfp4   ? 32
-         : path == GemmV2Path::kNvfp4 ? 16
-                                      : 0;
+  switch (path) {
+    case GemmV2Path::kMxfp4:
+    case GemmV2Path::kMxfp4Promoted:
+      return 32;
+    case GemmV2Path::kNvfp4:
+    case GemmV2Path::kNvfp4Rounded:
+      return 16;
+    case GemmV2Path::kInt4Row:
+      return 0;
+  }
+  return 0;
 }
 // Bytes of a token in the private activation layout: whole stages.
 constexpr int64_t GemmV2ActBytes(GemmV2Path path, int64_t k_pad) {
@@ -78,6 +88,7 @@ struct GemmV2Params {
   int rank;  // 0: no low-rank branch
   int stages;
   int group_m;
+  int promote_k;  // kMxfp4Promoted only
   GemmV2Smem smem;
 };
 

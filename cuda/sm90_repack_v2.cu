@@ -130,6 +130,56 @@ __device__ __forceinline__ void RepackNvfp4(const Args& args, int row,
   }
 }
 
+// e2m1 * e4m3 / 2^exponent as e4m3, to nearest even.
+__device__ __forceinline__ uint32_t RoundE4m3(uint32_t codes, float scale) {
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const float2 v = make_float2(DecodeE2m1(codes >> 4 * j & 15) * scale,
+                                 DecodeE2m1(codes >> (4 * j + 4) & 15) * scale);
+    const uint32_t pair = __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, __NV_E4M3);
+    bytes |= pair << 8 * j;
+  }
+  return bytes;
+}
+
+__device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
+                                                   int lane) {
+  const uint8_t* packed =
+      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const uint8_t* scales =
+      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+  uint32_t largest = 0;
+  for (int i = lane; i < args.scale_blocks; i += 32) {
+    largest = max(largest, __ldg(scales + i) & 0x7Fu);
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  const int exponent = sm90::rounded_exponent(sm90::rounded_base(largest));
+  if (lane == 0) {
+    args.token_scale[row] = largest == 0x7F ? __int_as_float(sm90::kFloatNan)
+                                            : sm90::power_of_two(exponent);
+  }
+  const float inverse = sm90::power_of_two(-exponent);
+  uint4* out = reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    const int step = i % 4;
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int block = i / 4 * 8 + 2 * q + step / 2;
+      const uint32_t word =
+          LoadWord<8>(packed, block, args.scale_blocks, step % 2);
+      const float scale =
+          DecodeE4m3(LoadScale(scales, block, args.scale_blocks)) * inverse;
+      half[0][q] = RoundE4m3(word, scale);
+      half[1][q] = RoundE4m3(word >> 16, scale);
+    }
+    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+  }
+}
+
 // Integers as bytes: the low halves of both words, nibble by nibble, are a step's
 // two halves.
 __device__ __forceinline__ uint32_t SpreadNibbles(uint32_t half_word,
@@ -183,7 +233,11 @@ __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   if constexpr (kFormat == Format::kMxfp4) {
     RepackMxfp4(args, row, lane);
   } else if constexpr (kFormat == Format::kNvfp4) {
-    RepackNvfp4(args, row, lane);
+    if (args.rows.rounded) {
+      RepackNvfp4Rounded(args, row, lane);
+    } else {
+      RepackNvfp4(args, row, lane);
+    }
   } else {
     RepackInt4(args, row, lane);
   }
@@ -210,7 +264,8 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
                static_cast<sm90::RowInputs*>(p.weight.rows),
                static_cast<int>(p.weight.n),
                blocks,
-               p.weight.scale_dtype};
+               p.weight.scale_dtype,
+               path == GemmV2Path::kNvfp4Rounded};
   args.prepare_ctas = CeilDiv(p.weight.n, path == GemmV2Path::kInt4Row
                                               ? kThreads
                                               : sm90::kRowsPerPrepareCta);
@@ -220,11 +275,9 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
   args.stages = CeilDiv(p.k_pad, GemmV2TileK(path));
   args.is_unsigned = p.is_unsigned;
   const void* kernel =
-      path == GemmV2Path::kMxfp4
-          ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
-      : path == GemmV2Path::kNvfp4
-          ? reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>)
-          : reinterpret_cast<const void*>(&RepackV2<Format::kInt4>);
+      block == 32   ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
+      : block == 16 ? reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>)
+                    : reinterpret_cast<const void*>(&RepackV2<Format::kInt4>);
   void* kernel_args[] = {&args};
   return cudaLaunchKernel(kernel,
                           dim3(args.prepare_ctas + CeilDiv(p.m, kWarps)),

@@ -29,6 +29,7 @@ struct RowInputsArgs {
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
   DType scale_dtype;  // of int4
+  bool rounded;       // nvfp4: the base and the power of two of RoundedRowFold
 };
 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
@@ -63,6 +64,11 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
     out.scale_lo = largest == kMask ? __int_as_float(kFloatNan) : 1.0f;
     out.scale_hi = kBf16Undo * factor;
     out.base = 0;
+    if (args.rounded) {
+      out.base = rounded_base(largest);
+      out.scale_lo *= power_of_two(rounded_exponent(out.base));
+      out.scale_hi = factor;
+    }
   } else {
     const int exponent = fold_exponent(largest);
     const int low = exponent >> 1;

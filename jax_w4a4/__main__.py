@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--target", help=f"one of {', '.join(targets.TARGETS)} (default: this GPU)"
     )
     explain.add_argument("--dtype", default="bfloat16", help="of x (default bfloat16)")
+    explain.add_argument("--precision", choices=budget.PRECISIONS[1:], help="as of matmul")
     explain.add_argument("--out-dtype", help="of y (default: that of x)")
     explain.add_argument(
         "--accounting",
@@ -125,6 +126,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
             format=options.format,
             dtype=options.dtype,
             out_dtype=options.out_dtype,
+            precision=options.precision,
             target=target,
             **settings,
         )

@@ -138,7 +138,7 @@ def explain(
     ``explain((M, K, N), rank=128, format="nvfp4", target="sm_100")`` needs no function, no GPU
     and no JAX. Options: ``rank`` (0), ``format`` ("nvfp4"), ``block_size`` (the format's; None
     for whole-row int4), ``dtype`` ("bfloat16", of x), ``out_dtype`` (that of x), ``lora_dtype``
-    ("bfloat16"), ``scale_dtype`` (the format's), ``kernel``, and anything
+    ("bfloat16"), ``scale_dtype`` (the format's), ``precision`` (None), ``kernel``, and anything
     :func:`jax_w4a4.plan.solve` lets one force.
 
     Args:
@@ -188,6 +188,7 @@ def _explain_shape(
     out_dtype: str | None = None,
     lora_dtype: str = "bfloat16",
     scale_dtype: str | None = None,
+    precision: str | None = None,
     kernel: str | None = None,
     **forced: int,
 ) -> Explanation:
@@ -219,6 +220,7 @@ def _explain_shape(
         lora_dtype=lora_dtype,
         scale_dtype=scale_dtype or _SCALE_DTYPE[format],
         k=k,
+        precision=precision,
     )
     if target is None:
         target = targets.current()
@@ -337,6 +339,7 @@ def _problem_of(kind: str, eqn: Any) -> Problem:
         scale_dtype=spec.scale_dtype,
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
+        precision=spec.precision,
     )
 
 
@@ -433,7 +436,8 @@ def _call_lines(call: Call) -> list[str]:
     )
     lines = [
         f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}), {p.format} "
-        f"{block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}{times}",
+        f"{block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
+        f"{f', precision {p.precision}' if p.precision else ''}{times}",
         f"{call.target.name} ({call.target.chip}): {call.status}",
     ]
     if call.plan is None:

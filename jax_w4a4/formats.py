@@ -61,6 +61,7 @@ FORMATS: dict[str, Format] = {
 }
 
 ACT_RULES = ("rceil", "floor")
+PRECISIONS = (None, "fastest", "highest")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -104,6 +105,7 @@ class Spec:
       lora_smoothed: the low-rank branch reads x/smooth instead of x.
       lora_dtype: dtype name of lora_up, to which x @ lora_down is rounded.
       out_dtype: dtype name of the result.
+      precision: None, "fastest" or "highest"; see `matmul`. What it permits is up to the kernel.
     """
 
     format: str
@@ -116,6 +118,7 @@ class Spec:
     lora_smoothed: bool = False
     lora_dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
+    precision: str | None = None
 
     @property
     def blocks(self) -> int:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jax_w4a4 import plan, sharding
-from jax_w4a4.formats import FLOAT_DTYPES, reciprocal, to_f32
+from jax_w4a4.formats import FLOAT_DTYPES, PRECISIONS, reciprocal, to_f32
 from jax_w4a4.primitives import (
     IMPLEMENTATIONS,
     KERNELS,
@@ -45,6 +45,7 @@ def matmul(
     w: Weight,
     *,
     preferred_element_type: Any = None,
+    precision: str | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Multiplies a float activation by a four-bit weight, in four bits by four bits.
@@ -69,6 +70,11 @@ def matmul(
       x: (..., K) float32, bfloat16 or float16; or the result of `quantize_activation`.
       w: weight of logical shape (N, K).
       preferred_element_type: dtype of the result, float32, bfloat16 or float16; default: of x.
+      precision: what the product of the codes may or must be, as a permission to kernels; the
+        reference ignores it. None: nvfp4 and int4 as exact as fp32 sums, mxfp4 with sums as the FP8
+        tensor core makes them (about 13 bits per step). "fastest": nvfp4 may round each value
+        times its block scale to e4m3, for FP8 speed. "highest": mxfp4 moves its sums to fp32
+        registers every 512 of K. `docs/numerics.md` has the errors.
       implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
         platform. None is the kernel where there is one for platform, build and shape, otherwise
         the reference, with a `FallbackWarning` once per reason on a CUDA machine. A kernel's name
@@ -80,7 +86,7 @@ def matmul(
     Raises:
       TypeError: a dtype or type that is not listed above.
       ValueError: shapes that don't fit together, x without dimensions, an activation quantized
-        for another format, an unknown implementation.
+        for another format, an unknown precision or implementation.
       NotImplementedError: implementation="cuda" where the kernel can't be had.
     """
     _check_weight(w, "matmul")
@@ -91,7 +97,8 @@ def matmul(
         x = _check_x(x, w, "matmul")
         default = x.dtype.name
     out_dtype = _out_dtype(preferred_element_type, default)
-    return w4a4_matmul(Call(out_dtype, *_requested(implementation, "matmul")), x, w)
+    call = Call(out_dtype, *_requested(implementation, "matmul"), precision=_precision(precision))
+    return w4a4_matmul(call, x, w)
 
 
 def quantize_activation(x: Array, w: Weight, *, implementation: str | None = None) -> Activation:
@@ -219,6 +226,14 @@ def _out_dtype(preferred: Any, default: str) -> str:
             f"{' or '.join(FLOAT_DTYPES)}"
         )
     return name
+
+
+def _precision(precision: Any) -> str | None:
+    if not any(precision is known or precision == known for known in PRECISIONS):
+        raise ValueError(
+            f"jax_w4a4.matmul: precision={precision!r}; expected None, 'fastest' or 'highest'"
+        )
+    return precision
 
 
 def _requested(

@@ -363,6 +363,7 @@ class Call:
       implementation: None, "cuda" or "xla".
       target: what to plan for; None where no plan is possible.
       kernel: the kernel to plan, None for the planner's choice.
+      precision: None, "fastest" or "highest".
       tuning: version of the tuned choices that the planner reads.
     """
 
@@ -370,6 +371,7 @@ class Call:
     implementation: str | None
     target: plan.Target | None
     kernel: str | None = None
+    precision: str | None = None
     tuning: int = dataclasses.field(default_factory=plan.tuning.version)
 
     def __repr__(self) -> str:
@@ -417,6 +419,7 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Proble
         scale_dtype=spec.scale_dtype,
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
+        precision=spec.precision,
     )
 
 
@@ -457,7 +460,7 @@ def _matrix(v: Array | None, rows: Any, dtype: str) -> Array:
 
 def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
     """One device's product, leading dimensions of x folded into M."""
-    spec = w.spec(call.out_dtype)
+    spec = w.spec(call.out_dtype).replace(precision=call.precision)
     lead = x.shape[:-1]
     m, n = math.prod(lead), w.shape[0]
     weight = (

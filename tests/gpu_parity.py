@@ -78,20 +78,25 @@ class Cell:
     global_scales: bool = False
     special: bool = True  # NaN, Inf, zero, tiny and negative rows, when m allows
     positive: bool = False  # x and w uniform in 0.5..1: the largest sums
+    spread: int = 0  # binades between blocks of a row; then also zero and negative weight scales
     kernel: str | None = None  # None: the planner's choice, as for the other fields of a plan
     cluster: int | None = None
     main_stages: int | None = None
     group_m: int | None = None
     quantizer: int | None = None
+    promote_k: int | None = None
+    precision: str | None = None
 
     def __str__(self) -> str:
         shape = f"{self.format} r{self.rank} {self.m}x{self.k}x{self.n}"
-        return " ".join([shape, *(f"{name}={value}" for name, value in self.choices.items())])
+        words = {"precision": self.precision} if self.precision else {}
+        words |= self.choices
+        return " ".join([shape, *(f"{name}={value}" for name, value in words.items())])
 
     @property
     def choices(self) -> dict[str, int]:
         """What the cell forces of its plan."""
-        names = ("tile_m", "cluster", "main_stages", "group_m", "quantizer")
+        names = ("tile_m", "cluster", "main_stages", "group_m", "quantizer", "promote_k")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -147,7 +152,9 @@ V2_RANKS = (0, 16, 32, 128, 256)
 # Path of the main loop -> what makes a cell take it.
 V2_PATHS: dict[str, dict[str, Any]] = {
     "Mxfp4": {"format": "mxfp4"},
+    "Mxfp4Promoted": {"format": "mxfp4", "precision": "highest"},
     "Nvfp4": {"format": "nvfp4"},
+    "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
     "Int4Row": {"format": "int4", "block_size": None},
 }
 
@@ -183,6 +190,8 @@ def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
             cell = dataclasses.replace(
                 cell, scale_dtype=dtypes[turn // 2 % 3], act_unsigned=turn % 3 == 1
             )
+        if path == "Mxfp4Promoted":
+            cell = dataclasses.replace(cell, promote_k=(None, 128, 256)[turn % 3])
         yield cell
 
 
@@ -205,6 +214,23 @@ def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
         yield cell(rank=128, m=4352, n=3072, k=3840)
         yield cell(rank=0, m=256, n=3072, k=3840, affine=False)
         yield cell(rank=32, m=2100, n=256, k=512, kernel="sm90_v2", tile_m=64, group_m=5)
+    for path in sorted({"Nvfp4", "Nvfp4Rounded"} & set(paths)):
+        for spread in (4, 10, 20):
+            for scale in (False, True):
+                yield Cell(
+                    **V2_PATHS[path],
+                    rank=16,
+                    m=140,
+                    n=136,
+                    k=1056,
+                    spread=spread,
+                    global_scales=scale,
+                    kernel="sm90_v2",
+                )
+    for path in sorted({"Mxfp4", "Mxfp4Promoted"} & set(paths)):
+        for k in (3840, 15360):
+            yield Cell(**V2_PATHS[path], rank=0, m=130, n=136, k=k, positive=True, kernel="sm90_v2")
+        yield Cell(**V2_PATHS[path], rank=16, m=140, n=136, k=1056, spread=40, kernel="sm90_v2")
     if "Int4Row" in paths:
         # Integer sums beyond 2^24, where their conversion to fp32 rounds.
         yield Cell("int4", 0, 130, 136, 61440, block_size=None, positive=True, kernel="sm90_v2")
@@ -280,6 +306,7 @@ def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
     if cell.positive:
         x = rng.uniform(0.5, 1, x.shape).astype(np.float32)
     x *= np.exp2(rng.integers(-3, 4, (cell.m, 1))).astype(np.float32)
+    x = spread_blocks(x, cell, rng)
     if cell.act_unsigned:
         x = np.maximum(x, -0.1)
     if cell.special and cell.m >= 7:
@@ -293,6 +320,14 @@ def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
     return x.astype(model.dtype_of(cell.x_dtype))
 
 
+def spread_blocks(v: np.ndarray, cell: Cell, rng: np.random.Generator) -> np.ndarray:
+    """Every 16 columns of a row times a power of two of their own."""
+    if not cell.spread:
+        return v
+    power = np.exp2(rng.integers(-cell.spread, 1, (v.shape[0], -(-v.shape[1] // 16))))
+    return (v * np.repeat(power, 16, axis=1)[:, : v.shape[1]]).astype(np.float32)
+
+
 def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
     fmt = formats.FORMATS[cell.format]
     block_size = fmt.default_block if cell.block_size == -1 else cell.block_size
@@ -303,9 +338,15 @@ def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
     w = rng.standard_normal((cell.n, cell.k), np.float32)
     if cell.positive:
         w = rng.uniform(0.5, 1, w.shape).astype(np.float32)
-    w = (w / np.sqrt(cell.k)).astype(np.float32)
+    w = spread_blocks(w / np.sqrt(cell.k), cell, rng).astype(np.float32)
     quantize = jax.jit(formats.quantize_blocks, static_argnames="spec")
     packed, scales = quantize(jnp.asarray(w), spec=spec)  # signed, whatever the activation is
+    if cell.spread and cell.format == "nvfp4":
+        # Codes of a zero scale count as zero; a negative scale is a value like any other.
+        bits = np.array(scales).view(np.uint8)
+        bits[rng.random(bits.shape) < 0.1] = 0
+        bits[rng.random(bits.shape) < 0.1] ^= 0x80
+        scales = jnp.asarray(bits.view(ml_dtypes.float8_e4m3fn))
 
     def vector(size, low, high):
         return jnp.asarray(rng.uniform(low, high, size).astype(np.float32))
@@ -377,6 +418,7 @@ def problem_of(cell: Cell, spec: formats.Spec, n: int | None = None) -> plan.Pro
         scale_dtype=spec.scale_dtype,
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
+        precision=cell.precision,
     )
 
 
@@ -431,7 +473,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 FP32_SUM = 4 * 2.0**-23
 # Sums inside the tensor core drop bits below the largest term of each step: FP8 operands keep about
 # 13 bits of it. Part of the absolute sum that an sm90_v2 result may be off by, per format.
-V2_SUM = {"Mxfp4": 2.0**-11, "Nvfp4": 2.0**-15, "Int4Row": 2.0**-15}
+V2_SUM = {
+    "Mxfp4": 2.0**-11,
+    "Mxfp4Promoted": 2.0**-12,
+    "Nvfp4": 2.0**-15,
+    "Nvfp4Rounded": 2.0**-11,
+    "Int4Row": 2.0**-15,
+}
 BF16_MMA_SUM = 2.0**-18
 
 
@@ -454,7 +502,12 @@ def error_ratio(
     return float(np.max(np.nan_to_num(ratio, nan=np.inf))) if ratio.size else 0.0
 
 
-OPERANDS = {"e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "s8": np.int8}
+OPERANDS = {
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "bf16": ml_dtypes.bfloat16,
+    "s8": np.int8,
+}
 
 
 def decode_private(
@@ -485,10 +538,12 @@ def decode_private(
 
 
 def folded_values(
-    packed: np.ndarray, scales: np.ndarray, format: str, unsigned: bool
+    packed: np.ndarray, scales: np.ndarray, format: str, unsigned: bool, rounded: bool
 ) -> np.ndarray:
     """What that layout should hold: the quantized values; in mxfp4 zeros for blocks more than 26
     binades below their row's largest."""
+    if rounded:
+        return model.rounded_nvfp4(packed, scales)
     values = model.decode(packed, scales, format, unsigned)
     if format == "mxfp4":
         byte = scales.view(np.uint8).astype(int)
@@ -536,6 +591,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     y, xp, xs, la, *private = first
     v2 = found.kernel == "sm90_v2"
     path = plan.budget.v2_path(found.problem) if v2 else None
+    rounded = path is not None and path.name == "Nvfp4Rounded" and implementation == "cuda"
     fused_quantizer = found.quantizer.kernel == 2
     if implementation == "cuda":
         check(poisoned, "results did not land in poisoned buffers")
@@ -573,7 +629,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
             if tokens.size:
                 tokens = tokens[: cell.m][~nan_rows]
             got = decode_private(act[~nan_rows], tokens, path, spec.k_pad)
-            want = folded_values(xp, xs, cell.format, cell.act_unsigned)[~nan_rows]
+            want = folded_values(xp, xs, cell.format, cell.act_unsigned, rounded)[~nan_rows]
             wrong = np.sum(got != want)
             check(wrong == 0, f"{wrong} activations from {name} differ from the quantized values")
     check(np.isnan(y[nan_rows].astype(np.float32)).all(), "a NaN in x did not reach its row of y")
@@ -589,7 +645,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         check(lora_ratio <= 1, f"lora_act is {lora_ratio:.3g} x its error bound off")
 
     # GEMM: float64 product of the kernel's own quantized operands.
-    want = model.gemm_f64(xp[finite], xs[finite], la[finite], ops)
+    want = model.gemm_f64(xp[finite], xs[finite], la[finite], ops, rounded=rounded)
     absolute = dataclasses.replace(
         ops,
         **{
@@ -597,14 +653,14 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
             for name in ("channel_scale", "lora_up", "bias", "global_scale", "act_global_scale")
         },
     )
-    magnitude = _gemm_magnitude(xp[finite], xs[finite], la[finite], absolute)
+    magnitude = _gemm_magnitude(xp[finite], xs[finite], la[finite], absolute, rounded)
     got = y[finite]
     part = V2_SUM[path.name] if path else FP32_SUM
     ratio = error_ratio(got, want, magnitude, part)
     check(ratio <= 1, f"y is {ratio:.3g} x its error bound off")
     if fused_quantizer:
         # The halves have a lora_act of their own, summed in another order.
-        half_want = model.gemm_f64(xp[finite], xs[finite], split[3][finite], ops)
+        half_want = model.gemm_f64(xp[finite], xs[finite], split[3][finite], ops, rounded=rounded)
         half_ratio = error_ratio(split[0][finite], half_want, magnitude, part)
         check(half_ratio <= 1, f"y of the halves is {half_ratio:.3g} x its error bound off")
     norm = np.linalg.norm(want)
@@ -628,10 +684,10 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     }
 
 
-def _gemm_magnitude(xp, xs, la, ops: model.Operands) -> np.ndarray:
+def _gemm_magnitude(xp, xs, la, ops: model.Operands, rounded: bool) -> np.ndarray:
     """`model.gemm_f64` with the absolute value of every term."""
-    x = np.abs(model.decode(xp, xs, ops.format, ops.act_unsigned))
-    total = x @ np.abs(model.decode(ops.packed, ops.scales, ops.format)).T
+    x, weight = model.operand_values(xp, xs, ops, rounded)
+    total = np.abs(x) @ np.abs(weight).T
     for scale in (ops.global_scale, ops.act_global_scale):
         if scale is not None:
             total *= np.float64(scale)

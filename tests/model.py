@@ -166,6 +166,23 @@ def decode(packed: np.ndarray, scales: np.ndarray, format: str, unsigned=False) 
         return table[codes] * np.repeat(s, codes.shape[1] // scales.shape[1], axis=1)
 
 
+def rounded_nvfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float64 values (rows, K_pad) of nvfp4 rounded to e4m3: `decode` divided by a power of two per
+    row, taken to the nearest e4m3 (ties to even), multiplied back.
+
+    The power makes the row's largest scale lie in (28, 56], so that six times it still fits.
+    """
+    values = decode(packed, scales, "nvfp4")
+    largest = np.nanmax(np.abs(np.asarray(scales).astype(np.float64)), axis=1, initial=0)
+    # 56 = 1.75 * 32 is the largest scale whose e4m3 byte is at most 0x66.
+    power = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 56) / 56)))[:, None]
+    with np.errstate(invalid="ignore"):
+        table = _values_of(dtype_of("float8_e4m3fn"))
+        quotient = values / power
+        rounded = np.copysign(table[_nearest(np.abs(np.nan_to_num(quotient)), table)], quotient)
+    return np.where(np.isnan(values), np.nan, rounded * power)
+
+
 @dataclasses.dataclass
 class Operands:
     """What one call holds, in numpy; absent parts are None. Field names as in `Weight`."""
@@ -223,12 +240,27 @@ def quantize_activation(x: np.ndarray, w: Operands) -> tuple[np.ndarray, np.ndar
     return pack(codes), bits.view(dtype_of(scale_dtype)), lora_act
 
 
+def operand_values(
+    x_packed: np.ndarray, x_scales: np.ndarray, w: Operands, rounded: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64 values of both operands of the product; `rounded`: nvfp4 rounded to e4m3."""
+    if rounded:
+        return rounded_nvfp4(x_packed, x_scales), rounded_nvfp4(w.packed, w.scales)
+    x = decode(x_packed, x_scales, w.format, w.act_unsigned)
+    return x, decode(w.packed, w.scales, w.format)
+
+
 def gemm_f64(
-    x_packed: np.ndarray, x_scales: np.ndarray, lora_act: np.ndarray | None, w: Operands
+    x_packed: np.ndarray,
+    x_scales: np.ndarray,
+    lora_act: np.ndarray | None,
+    w: Operands,
+    *,
+    rounded: bool = False,
 ) -> np.ndarray:
     """The operator on given quantized operands, in float64, with no rounding at all."""
-    x = decode(x_packed, x_scales, w.format, w.act_unsigned)
-    y = x @ decode(w.packed, w.scales, w.format).T
+    x, weight = operand_values(x_packed, x_scales, w, rounded)
+    y = x @ weight.T
     for scale in (w.global_scale, w.act_global_scale):
         if scale is not None:
             y = y * np.float64(scale)

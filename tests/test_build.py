@@ -214,7 +214,7 @@ class ParityDriver(parameterized.TestCase):
 
     def test_notices_a_wrong_product(self):
         exact = model.gemm_f64
-        with mock.patch.object(model, "gemm_f64", lambda *a: exact(*a) * (1 + 1e-4)):
+        with mock.patch.object(model, "gemm_f64", lambda *a, **k: exact(*a, **k) * (1 + 1e-4)):
             failures = gpu_parity.run_cell(self.cell, implementation=None)["failures"]
         self.assertRegex(" ".join(failures), "y is .* x its error bound off")
 
@@ -421,22 +421,31 @@ class PlanChecks(HostTest):
         block=16,
         scale="float8_e4m3fn",
         kernel="sm90_v1",
+        precision=None,
         **kw,
     ):
         spec = formats.Spec(format, k_pad, k_pad, block, scale)
+        half = "bfloat16"
         problem = plan.Problem(
-            m, 300, k_pad, rank, format, block, "bfloat16", "bfloat16", "bfloat16", scale
+            m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision
         )
         return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
-    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, **kw):
+    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, precision=None, **kw):
         block, scale = {
             "nvfp4": (16, "float8_e4m3fn"),
             "mxfp4": (32, "float8_e8m0fnu"),
             "int4": (k_pad, "float16"),
         }[format]
         return self.attrs(
-            format, rank, block=block, scale=scale, k_pad=k_pad, kernel="sm90_v2", **kw
+            format,
+            rank,
+            block=block,
+            scale=scale,
+            k_pad=k_pad,
+            kernel="sm90_v2",
+            precision=precision,
+            **kw,
         )
 
     def compile(self, plan_attrs, spec_attrs, rank=32):
@@ -483,14 +492,14 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(attrs["plan"], attrs["spec"])
 
-    @parameterized.parameters(("missing", 39), ("surplus", 41))
+    @parameterized.parameters(("missing", 40), ("surplus", 42))
     def test_wrong_attribute_count_is_refused(self, change, count):
         plan_attrs, spec_attrs = self.attrs()
         if change == "missing":
             del plan_attrs["q_rows"]
         else:
             plan_attrs["extra"] = 0
-        text = f"(?s)INVALID_ARGUMENT.*expected 40 attributes but got {count}"
+        text = f"(?s)INVALID_ARGUMENT.*expected 41 attributes but got {count}"
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs)
 
@@ -527,18 +536,27 @@ class PlanChecks(HostTest):
             self.compile(plan_attrs, spec_attrs)()
 
     @parameterized.product(
-        path=(("nvfp4", "Nvfp4"), ("mxfp4", "Mxfp4"), ("int4", "Int4Row")),
+        path=(
+            ("nvfp4", None, "Nvfp4"),
+            ("nvfp4", "fastest", "Nvfp4Rounded"),
+            ("mxfp4", None, "Mxfp4"),
+            ("mxfp4", "highest", "Mxfp4Promoted"),
+            ("int4", None, "Int4Row"),
+        ),
         cluster=(1, 2),
         rank=(0, 16, 256),
         quantizer=(None, 1),
     )
     def test_every_v2_plan_is_accepted(self, path, cluster, rank, quantizer):
-        format, path = path
+        format, precision, path = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
             stages = {} if main_stages is None else {"main_stages": main_stages}
             with self.subTest(tile_m=tile_m, main_stages=main_stages):
-                attrs = self.v2_attrs(format, rank, k_pad=416, tile_m=tile_m, **forced, **stages)
+                attrs = self.v2_attrs(
+                    format, rank, 416, precision, tile_m=tile_m, **forced, **stages
+                )
+                self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
                 self.compile(*attrs, rank)()
 
     def test_every_v2_quantizer_is_accepted(self):
@@ -571,6 +589,8 @@ class PlanChecks(HostTest):
         ("plan", "group_m", 0, "INVALID_ARGUMENT.*group_m 0"),
         ("plan", "path", 0, "INVALID_ARGUMENT.*no path 0"),
         ("plan", "path", 99, "INVALID_ARGUMENT.*no path 99"),
+        ("plan", "path", 2, "INVALID_ARGUMENT.*promote_k=0 on path 2"),
+        ("plan", "promote_k", 512, "INVALID_ARGUMENT.*promote_k=512 on path 1"),
         ("spec", "format", 0, "INVALID_ARGUMENT.*block_size=32"),
     )
     def test_v2_refused_at_compile(self, which, key, value, text):

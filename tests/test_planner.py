@@ -168,6 +168,7 @@ class Sm90V1Test(parameterized.TestCase):
                 ("smem_bytes", 50176),
                 ("group_m", 0),
                 ("path", 0),
+                ("promote_k", 0),
                 ("stage_bytes", 8192),
                 ("off_weight", 0),
                 ("off_act", 32768),
@@ -250,6 +251,34 @@ class Sm90V2Test(parameterized.TestCase):
     def test_forced_on_what_it_lacks(self, **changes):
         with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem: .*v1"):
             self.solve(kernel="sm90_v2", **changes)
+
+    @parameterized.parameters(
+        ("mxfp4", None, "Mxfp4", 0),
+        ("mxfp4", "fastest", "Mxfp4", 0),
+        ("mxfp4", "highest", "Mxfp4Promoted", 512),
+        ("nvfp4", None, "Nvfp4", 0),
+        ("nvfp4", "fastest", "Nvfp4Rounded", 0),
+        ("nvfp4", "highest", "Nvfp4", 0),
+    )
+    def test_precision(self, format, precision, path, promote_k):
+        solved = self.solve(format, precision=precision)
+        path = budget.V2_PATHS[path]
+        self.assertEqual(solved.ffi_attrs()["path"], path.code)
+        self.assertEqual((solved.tile_k, solved.promote_k), (path.tile_k, promote_k))
+        self.assertIn(solved.tile_m, path.tiles)
+        if path.why:
+            self.assertIn(path.why.format(promote_k=512), solved.reasons)
+
+    def test_unknown_precision(self):
+        with self.assertRaisesRegex(ValueError, "unknown precision 'high'"):
+            self.solve(precision="high")
+
+    def test_promotion_interval(self):
+        solved = self.solve(precision="highest", forced={"promote_k": 1024})
+        self.assertEqual(solved.ffi_attrs()["promote_k"], 1024)
+        for changes, promote_k in (({"precision": "highest"}, 100), ({}, 512)):
+            with self.assertRaisesRegex(ValueError, f"promote_k={promote_k}"):
+                self.solve(forced={"promote_k": promote_k}, **changes)
 
     def test_forced_below_its_rows(self):
         """Small M is a matter of speed, not of ability."""

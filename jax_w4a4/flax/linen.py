@@ -42,7 +42,7 @@ class Dense(linen.Module):
       format: "nvfp4", "mxfp4" or "int4".
       rank: rank R of the low-rank residual; 0 for none.
       lora_dtype: dtype of ``lora_down`` and ``lora_up``.
-      implementation: None, "cuda" or "xla", as in :func:`jax_w4a4.matmul`.
+      precision, implementation: as in :func:`jax_w4a4.matmul`.
       quantize_kwargs: more keyword arguments for :func:`jax_w4a4.quantize` at ``init``.
     """
 
@@ -55,6 +55,7 @@ class Dense(linen.Module):
     format: str = "nvfp4"
     rank: int = 32
     lora_dtype: Dtype = jnp.bfloat16
+    precision: str | None = None
     implementation: str | None = None
     quantize_kwargs: Mapping[str, Any] | None = None
 
@@ -106,7 +107,11 @@ class Dense(linen.Module):
             with jax.numpy_dtype_promotion("standard"):
                 out_dtype = jnp.promote_types(inputs.dtype, self.param_dtype)
         return matmul(
-            inputs, weight, preferred_element_type=out_dtype, implementation=self.implementation
+            inputs,
+            weight,
+            preferred_element_type=out_dtype,
+            precision=self.precision,
+            implementation=self.implementation,
         )
 
     def _initial(self, in_features: int) -> Weight:

@@ -69,7 +69,7 @@ class Linear(nnx.Module):
       rank: rank R of the low-rank residual; 0 for none.
       weight: a quantized weight (out_features, in_features), taken as it is with its bias and
         low-rank: nothing is drawn, and ``format``, ``rank`` and ``use_bias`` are the weight's.
-      implementation: None, "cuda" or "xla", as in :func:`jax_w4a4.matmul`.
+      precision, implementation: as in :func:`jax_w4a4.matmul`.
       **quantize_kwargs: the rest goes to :func:`jax_w4a4.quantize`.
 
     Raises:
@@ -94,6 +94,7 @@ class Linear(nnx.Module):
         format: str = "nvfp4",
         rank: int = 32,
         weight: Weight | None = None,
+        precision: str | None = None,
         implementation: str | None = None,
         **quantize_kwargs: Any,
     ):
@@ -132,6 +133,7 @@ class Linear(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.preferred_element_type = preferred_element_type
+        self.precision = precision
         self.implementation = implementation
 
     @classmethod
@@ -142,6 +144,7 @@ class Linear(nnx.Module):
         format: str = "nvfp4",
         rank: int = 32,
         act_amax: jax.Array | None = None,
+        precision: str | None = None,
         implementation: str | None = None,
         **quantize_kwargs: Any,
     ) -> Linear:
@@ -149,7 +152,7 @@ class Linear(nnx.Module):
 
         Args:
           linear: the layer; its kernel is (in_features, out_features).
-          format, rank, implementation: as for :class:`Linear`.
+          format, rank, precision, implementation: as for :class:`Linear`.
           act_amax: (in_features,) largest |x| per input channel in calibration data; turns on
             smoothing. None for data-free quantization.
           **quantize_kwargs: the rest goes to :func:`jax_w4a4.quantize`.
@@ -179,6 +182,7 @@ class Linear(nnx.Module):
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
             preferred_element_type=linear.preferred_element_type,
+            precision=precision,
             implementation=implementation,
         )
 
@@ -188,7 +192,7 @@ class Linear(nnx.Module):
 
         Args:
           weight: the weight, 2-D.
-          **kwargs: ``dtype``, ``param_dtype``, ``preferred_element_type``,
+          **kwargs: ``dtype``, ``param_dtype``, ``preferred_element_type``, ``precision``,
             ``implementation`` and metadata, as for :class:`Linear`.
         """
         out_features, in_features = weight.shape
@@ -229,6 +233,7 @@ class Linear(nnx.Module):
             inputs,
             self.as_weight(),
             preferred_element_type=out_dtype,
+            precision=self.precision,
             implementation=self.implementation,
         )
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)

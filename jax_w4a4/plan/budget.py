@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
+PRECISIONS = (None, "fastest", "highest")
 
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
     {
@@ -78,6 +79,7 @@ class Problem:
       x_dtype, out_dtype, lora_dtype, scale_dtype: dtype names.
       k: logical K, None where it is k_pad.
       lora_smoothed: LoRA-down reads the smoothed x.
+      precision: None, ``"fastest"`` or ``"highest"``; see :func:`jax_w4a4.matmul`.
     """
 
     m: int | None
@@ -92,11 +94,16 @@ class Problem:
     scale_dtype: str
     k: int | None = None
     lora_smoothed: bool = False
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(
                 f"jax_w4a4.plan: unknown format {self.format!r}; expected one of {FORMATS}"
+            )
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"jax_w4a4.plan: unknown precision {self.precision!r}; expected one of {PRECISIONS}"
             )
         for name, least in (("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1)):
             value = getattr(self, name)
@@ -316,6 +323,9 @@ class V2Path:
       token_scale: what the scale of a token is, None where there is none.
       tiles: token tiles that CMakeLists.txt compiles.
       peak: field of Target that bounds the product.
+      promote_k: K elements that the tensor core adds up before the sums move on into fp32
+        registers; 0 for all of K.
+      why: the reason for this path where another would do.
     """
 
     name: str
@@ -325,6 +335,8 @@ class V2Path:
     token_scale: str | None
     tiles: tuple[int, ...]
     peak: str
+    promote_k: int = 0
+    why: str = ""
 
     @property
     def tile_k(self) -> int:
@@ -341,9 +353,30 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
         p.name: p
         for p in (
             V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8"),
-            V2Path("Nvfp4", 2, "bf16", 2, None, _V2_TILES, "peak_bf16"),
+            V2Path(
+                "Mxfp4Promoted",
+                2,
+                "e5m2",
+                1,
+                "power of two",
+                (200, 192, 128, 64),  # two sets of accumulators
+                "peak_fp8",
+                promote_k=512,
+                why="precision='highest': sums move to fp32 registers every {promote_k} of K",
+            ),
+            V2Path("Nvfp4", 3, "bf16", 2, None, _V2_TILES, "peak_bf16"),
+            V2Path(
+                "Nvfp4Rounded",
+                4,
+                "e4m3",
+                1,
+                "power of two",
+                _V2_TILES,
+                "peak_fp8",
+                why="precision='fastest': each value times its block scale is rounded to e4m3",
+            ),
             # The INT8 MMA has no width of 200 tokens.
-            V2Path("Int4Row", 3, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
+            V2Path("Int4Row", 5, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
         )
     }
 )
@@ -352,9 +385,9 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
 def v2_path(problem: Problem) -> V2Path | None:
     """How sm90_v2 multiplies the problem's format, None if it has no code for it."""
     if problem.format == "mxfp4":
-        return V2_PATHS["Mxfp4"]
+        return V2_PATHS["Mxfp4Promoted" if problem.precision == "highest" else "Mxfp4"]
     if problem.format == "nvfp4":
-        return V2_PATHS["Nvfp4"]
+        return V2_PATHS["Nvfp4Rounded" if problem.precision == "fastest" else "Nvfp4"]
     return V2_PATHS["Int4Row"] if problem.block_size == problem.k_pad else None
 
 

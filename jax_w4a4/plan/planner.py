@@ -42,6 +42,7 @@ FORCIBLE = (
     "lora_stages",
     "store_stages",
     "group_m",
+    "promote_k",
     "quantizer",
 )
 
@@ -67,8 +68,20 @@ _V2_MOST_INT4_K = 1 << 20
 # tokens; the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to
 # an H200: bench/results/sm90_v2_tiles_h200.json, against which tests/test_planner.py checks every
 # choice.
-_V2_FIXED_ROWS = {"Mxfp4": 126, "Nvfp4": 33, "Int4Row": 126}
-_V2_COLUMN_S = {"Mxfp4": 1.88e-9, "Nvfp4": 2.32e-9, "Int4Row": 1.88e-9}
+_V2_FIXED_ROWS = {
+    "Mxfp4": 126,
+    "Mxfp4Promoted": 126,
+    "Nvfp4": 33,
+    "Nvfp4Rounded": 126,
+    "Int4Row": 126,
+}
+_V2_COLUMN_S = {
+    "Mxfp4": 1.88e-9,
+    "Mxfp4Promoted": 1.88e-9,
+    "Nvfp4": 2.32e-9,
+    "Nvfp4Rounded": 1.88e-9,
+    "Int4Row": 1.88e-9,
+}
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
 _V2_EPILOGUE_S = 5e-9
@@ -142,6 +155,8 @@ class Plan:
       threads: per CTA.
       smem_bytes: dynamic shared memory of the launch.
       group_m: m tiles that share one sweep over n; 0 where the hardware orders the tiles.
+      promote_k: K elements that the tensor core adds up before the sums move on into fp32
+        registers; 0 for all of K.
       regions: where each object lives.
       rows: the account, one row per resident object.
       reasons: why the planner stopped where it did, one sentence each.
@@ -163,6 +178,7 @@ class Plan:
     threads: int
     smem_bytes: int
     group_m: int
+    promote_k: int
     regions: tuple[Region, ...]
     rows: tuple[Row, ...]
     reasons: tuple[str, ...]
@@ -223,6 +239,7 @@ class Plan:
             "smem_bytes": self.smem_bytes,
             "group_m": self.group_m,
             "path": path.code if path else 0,
+            "promote_k": self.promote_k,
             "stage_bytes": self.region("activation").stride,
         }
         regions = [(key, self.region(name)) for key, name in _FFI_REGIONS]
@@ -294,8 +311,8 @@ def solve(
       kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem,
         with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
-        quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as given
-        instead of chosen. Only a forced ``main_stages`` can be below 2.
+        promote_k, quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as
+        given instead of chosen. Only a forced ``main_stages`` can be below 2.
 
     Raises:
       NotImplementedError: no kernel design covers this target or problem; names the way out.
@@ -348,6 +365,7 @@ def _solve(
     best = found[0].config
     rows, regions, smem = _place(design, problem, target, best)
     group_m, why_group = _group_m(design, problem, best, choice)
+    promote_k, why_path = _path(design, problem, choice)
     return Plan(
         schema=SCHEMA,
         kernel=design.name,
@@ -363,10 +381,12 @@ def _solve(
         threads=design.threads,
         smem_bytes=smem,
         group_m=group_m,
+        promote_k=promote_k,
         regions=regions,
         rows=rows,
         reasons=(
             *why_design,
+            *why_path,
             *_reasons(design, problem, target, found, refused, choice),
             *why_group,
         ),
@@ -528,6 +548,25 @@ def _fused_quantizer(problem: Problem, target: Target) -> QuantizerPlan | str:
             if plan.smem_bytes <= target.smem_bytes:
                 return plan
     return f"the fused one keeps a slice of K in shared memory, K = {k} is too long"
+
+
+def _path(design: Design, problem: Problem, forced: dict[str, int]) -> tuple[int, tuple[str, ...]]:
+    """K elements per promotion, and the reason for the main loop's path."""
+    path = budget.v2_path(problem) if design.private_layout else None
+    asked = forced.get("promote_k")
+    if path is None or not path.promote_k:
+        if asked:
+            raise ValueError(
+                f"jax_w4a4.plan: promote_k={asked} needs kernel sm90_v2 on mxfp4 with "
+                "precision='highest'"
+            )
+        return 0, (path.why,) if path and path.why else ()
+    if asked is not None and (asked < path.tile_k or asked % path.tile_k):
+        raise ValueError(
+            f"jax_w4a4.plan: promote_k={asked}; expected a positive multiple of {path.tile_k}"
+        )
+    promote_k = path.promote_k if asked is None else asked
+    return promote_k, (path.why.format(promote_k=promote_k),)
 
 
 def _group_m(
