@@ -11,7 +11,7 @@ from jax_w4a4._ffi import build_info, has_cuda
 from jax_w4a4.explain import Explanation, explain
 from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.primitives import DISABLE_JAX_EXPORT_CHECKS, FallbackWarning
-from jax_w4a4.quantize import quantize
+from jax_w4a4.quantize import quantization_error, quantize
 from jax_w4a4.tune import Tuned, tune
 from jax_w4a4.weight import Activation, Weight
 
@@ -27,6 +27,7 @@ __all__ = [
     "explain",
     "has_cuda",
     "matmul",
+    "quantization_error",
     "quantize",
     "quantize_activation",
     "tune",

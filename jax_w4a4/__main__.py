@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jax_w4a4 import plan
 from jax_w4a4.plan import budget, planner, targets
@@ -106,8 +107,9 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         if options.unhalved:
             halved = target.halved - set(options.unhalved)
             target = dataclasses.replace(target, halved=halved)
-        if published and not options.shape and not options.json:
-            print(stage_table(target))
+        if published and not options.shape:
+            stages = stage_counts(target)
+            print(json.dumps(stages, indent=2) if options.json else stage_table(stages))
             return 0
         if len(options.shape) != 3:
             parser.error(f"explain takes three sizes M K N, got {len(options.shape)}")
@@ -130,7 +132,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
             target=target,
             **settings,
         )
-    except (ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         parser.error(str(error))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0
@@ -182,44 +184,64 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
-def stage_table(target: targets.Target) -> str:
+def stage_counts(target: targets.Target) -> dict[str, Any]:
     """Stage counts of the svdquant-kernels v2 account for its tiles, ranks and LoRA stages.
 
-    Cells are ``main/store`` stages, ``-`` where fewer than two main stages fit.
+    ``main`` and ``store`` of a cell are None where fewer than two main stages fit.
     """
-    from jax_w4a4.explain import table
-
     design = budget.DESIGNS["svdquant_v2"]
 
-    def cell(tile: tuple[int, int, int], rank: int, lora_stages: int) -> str:
+    def cell(tile: tuple[int, int, int], rank: int, lora_stages: int) -> dict[str, Any]:
         half = "bfloat16"
         problem = plan.Problem(
             4352, 3072, 3840, rank, "nvfp4", 16, half, half, half, "float8_e4m3fn"
         )
         choice = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
+        found = {**choice, "rank": rank, "lora_stages": lora_stages, "main": None, "store": None}
         try:
             solved = plan.solve(
                 problem, target, kernel=design.name, lora_stages=lora_stages, **choice
             )
         except plan.DoesNotFitError:
-            return "-"
-        return f"{solved.main_stages}/{solved.store_stages}"
+            return found
+        return found | {"main": solved.main_stages, "store": solved.store_stages}
 
-    columns = [(rank, lora) for rank in (32, 128, 256) for lora in (2, 1)]
+    return {
+        "accounting": "svdquant-v2",
+        "target": target.name,
+        "halved": [name for name in targets.RESIDENT_OBJECTS if name in target.halved],
+        "stages": [
+            cell(tile, rank, lora)
+            for tile in design.tiles
+            for rank in (32, 128, 256)
+            for lora in (2, 1)
+        ],
+        "lora_stage_sweep": [cell((256, 128, 2), 128, lora) for lora in range(5)],
+    }
+
+
+def stage_table(found: dict[str, Any]) -> str:
+    """:func:`stage_counts` as text; cells are ``main/store`` stages, ``-`` where none fit."""
+    from jax_w4a4.explain import table
+
+    def text(cell: dict[str, Any]) -> str:
+        return "-" if cell["main"] is None else f"{cell['main']}/{cell['store']}"
+
+    cells = found["stages"]
+    columns = list(dict.fromkeys((cell["rank"], cell["lora_stages"]) for cell in cells))
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        tile = f"{cell['tile_m']}x{cell['tile_n']} on {cell['cluster']} CTA"
+        rows.setdefault(tile, []).append(text(cell))
     head = ("tile", *(f"R={rank}, {lora} LoRA" for rank, lora in columns))
-    body = [
-        (f"{m}x{n} on {cluster} CTA", *(cell((m, n, cluster), *column) for column in columns))
-        for m, n, cluster in design.tiles
-    ]
-    sweep = [(str(lora), cell((256, 128, 2), 128, lora)) for lora in range(5)]
-    halved = ", ".join(name for name in targets.RESIDENT_OBJECTS if name in target.halved)
+    sweep = [(str(cell["lora_stages"]), text(cell)) for cell in found["lora_stage_sweep"]]
     return "\n".join(
         [
-            f"svdquant-kernels v2 account on {target.name}: main/store stages, - where two main "
-            "stages do not fit",
-            f"a CTA pair halves: {halved}",
+            f"svdquant-kernels v2 account on {found['target']}: main/store stages, - where two "
+            "main stages do not fit",
+            f"a CTA pair halves: {', '.join(found['halved'])}",
             "",
-            *table(head, body, right=set(range(1, len(head)))),
+            *table(head, [(tile, *row) for tile, row in rows.items()], set(range(1, len(head)))),
             "",
             "tile 256x128 on 2 CTA, R=128, by dedicated LoRA stages",
             *table(("LoRA stages", "main/store"), sweep, right={1}),

@@ -6,7 +6,9 @@ Times are computed from datasheet peaks, never measured; the text says so where 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_w4a4 import plan as planning
@@ -19,7 +21,13 @@ from jax_w4a4.plan.targets import Target
 __all__ = ["Call", "Explanation", "explain", "table"]
 
 _PREFIX = "jax_w4a4_"
-_SCALE_DTYPE = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu", "int4": "float16"}
+_FLOATS = ("float32", "bfloat16", "float16")
+# The default first. As in formats.py, which needs JAX.
+_SCALE_DTYPES = {
+    "nvfp4": ("float8_e4m3fn",),
+    "mxfp4": ("float8_e8m0fnu",),
+    "int4": ("float16", "bfloat16", "float32"),
+}
 _BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 64}
 
 
@@ -29,12 +37,14 @@ class Call:
 
     Attributes:
       kind: ``"matmul"`` (quantizer and gemm), ``"gemm"`` or ``"quantize"``.
-      count: how often it runs, None where the compiler hides it.
+      count: how often it runs, None where the compiler hides it; the most it can run where
+        ``conditional``.
       implementation: what the call asked for: None, ``"cuda"`` or ``"xla"``.
       problem: shapes and dtypes on one device.
       target: GPU the figures are for.
       plan: the plan, None where there is none.
       no_plan: why there is none.
+      conditional: whether a branch of ``lax.cond`` or ``lax.switch`` holds it.
     """
 
     kind: str
@@ -44,6 +54,7 @@ class Call:
     target: Target
     plan: Plan | None
     no_plan: str | None = None
+    conditional: bool = False
 
     @property
     def m(self) -> int:
@@ -129,11 +140,12 @@ def explain(
 ) -> Explanation:
     """Shows the kernel plans of a function, or of one bare shape.
 
-    ``explain(f, *args)`` traces ``f`` (jitted or not; through scan, vmap, grad, custom
+    ``explain(f, *args, **kwargs)`` traces ``f`` (jitted or not; through scan, vmap, grad, custom
     derivatives, shard_map) without running it and reports every distinct call of the operator.
-    Arguments may be ``jax.ShapeDtypeStruct``. Where the compiler partitions the program, it is
-    compiled too, so that the plans are those of one device's shard. In a loop, ``count``
-    includes the trip count of scan but not that of while.
+    Arguments may be ``jax.ShapeDtypeStruct``; what is no array is passed through as it is. Where
+    the compiler partitions the program, it is compiled too, so that the plans are those of one
+    device's shard. In a loop, ``count`` includes the trip count of scan but not that of while.
+    Branches of cond and switch are alternatives: ``count`` is that of the branch with most calls.
 
     ``explain((M, K, N), rank=128, format="nvfp4", target="sm_100")`` needs no function, no GPU
     and no JAX. Options: ``rank`` (0), ``format`` ("nvfp4"), ``block_size`` (the format's; None
@@ -143,7 +155,7 @@ def explain(
 
     Args:
       f: a callable or three integers M, K, N.
-      *args: arguments of the callable.
+      *args, **options: arguments of the callable, or options of the shape.
       target: GPU to plan for; default :func:`jax_w4a4.plan.targets.current`, or what the
         function was traced for.
 
@@ -152,24 +164,36 @@ def explain(
 
     Raises:
       ValueError: the function does not contain the operator; a bad shape; nothing fits.
-      TypeError: ``f`` is neither callable nor a shape; an unknown option.
+      TypeError: ``f`` is neither callable nor a shape, or does not take these arguments; an
+        unknown option; a dtype that the operator does not have.
       NotImplementedError: a bare shape on a target without a kernel design.
     """
     if target is not None:
         target = targets.get(target)
     if callable(f):
-        if options:
-            raise TypeError(
-                f"jax_w4a4.explain: {', '.join(sorted(options))} can be given with a shape "
-                "(M, K, N) only; a function carries its own"
-            )
-        return _explain_function(f, args, target)
+        _check_call(f, args, options)
+        return _explain_function(f, args, options, target)
     if args or not isinstance(f, Sequence) or isinstance(f, str):
         raise TypeError(
             "jax_w4a4.explain: expected a function and its arguments, or one shape (M, K, N); "
             f"got {type(f).__name__} and {len(args)} arguments"
         )
     return _explain_shape(f, target, **options)
+
+
+def _check_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TypeError unless ``f`` takes these arguments, as far as its signature tells."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"jax_w4a4.explain: {getattr(f, '__name__', f)!r}: {error}; options such as rank and "
+            "format go with a shape (M, K, N)"
+        ) from None
 
 
 # ---- bare shapes ---------------------------------------------------------------------------------
@@ -200,11 +224,20 @@ def _explain_shape(
         raise ValueError(
             f"jax_w4a4.explain: unknown format {format!r}; expected one of {', '.join(_BLOCK)}"
         )
+    dtype = _dtype("dtype", dtype, _FLOATS)
+    out_dtype = dtype if out_dtype is None else _dtype("out_dtype", out_dtype, _FLOATS)
+    lora_dtype = _dtype("lora_dtype", lora_dtype, _FLOATS)
+    scale_dtypes = _SCALE_DTYPES[format]
+    scale_dtype = _dtype("scale_dtype", scale_dtype or scale_dtypes[0], scale_dtypes)
     m, k, n = shape
     block = _BLOCK[format] if block_size is _DEFAULT else block_size
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(
             f"jax_w4a4.explain: block_size is {block!r}; expected a positive integer or None"
+        )
+    if format == "int4" and block not in (32, 64, 128, None):
+        raise ValueError(
+            f"jax_w4a4.explain: block_size is {block}; int4 has 32, 64, 128 or None (whole row)"
         )
     unit = max(32, block or 32)
     k_pad = -(-k // unit) * unit
@@ -216,9 +249,9 @@ def _explain_shape(
         format=format,
         block_size=block or k_pad,
         x_dtype=dtype,
-        out_dtype=out_dtype or dtype,
+        out_dtype=out_dtype,
         lora_dtype=lora_dtype,
-        scale_dtype=scale_dtype or _SCALE_DTYPE[format],
+        scale_dtype=scale_dtype,
         k=k,
         precision=precision,
     )
@@ -228,12 +261,25 @@ def _explain_shape(
     return Explanation((Call("matmul", 1, None, problem, target, solved),))
 
 
+def _dtype(name: str, given: Any, allowed: tuple[str, ...]) -> str:
+    """Name of a dtype given by name, as NumPy's object or as a scalar type."""
+    text = getattr(given, "__name__", str(given))
+    if text not in allowed:
+        raise TypeError(f"jax_w4a4.explain: {name} is {text}; expected {' or '.join(allowed)}")
+    return text
+
+
 # ---- functions -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _Found:
-    """An operator equation: its multiplicity and whether its shapes are already one device's."""
+    """An operator equation.
+
+    Attributes:
+      local: its shapes are already one device's.
+      path: the conditionals round it, outermost first: (number of the conditional, branch).
+    """
 
     kind: str
     count: int | None
@@ -241,15 +287,24 @@ class _Found:
     problem: Problem
     plan: Plan | None
     local: bool
+    path: tuple[tuple[int, int], ...] = ()
 
 
 def _explain_function(
-    f: Callable[..., Any], args: tuple[Any, ...], target: Target | None
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Target | None,
 ) -> Explanation:
     import jax
 
-    leaves, tree = jax.tree.flatten(args)
-    where = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    # Scalar types such as numpy.float32 have these attributes as well.
+    where = [
+        i
+        for i, leaf in enumerate(leaves)
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    ]
     arrays = [leaves[i] for i in where]
 
     # A new function each time: JAX must trace and partition it again, and what is set on a jitted
@@ -258,12 +313,12 @@ def _explain_function(
         given = list(leaves)
         for i, array in zip(where, arrays, strict=True):
             given[i] = array
-        return f(*jax.tree.unflatten(tree, given))
+        args, kwargs = jax.tree.unflatten(tree, given)
+        return f(*args, **kwargs)
 
     traced = jax.jit(fresh).trace(*arrays)
-    found: list[_Found] = []
-    shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in arrays]
-    _walk(traced.jaxpr, 1, False, found, shardings)
+    found, shardings = _walk(traced.jaxpr)
+    shardings += [getattr(leaf, "sharding", None) for leaf in arrays]
     if not found:
         raise ValueError(
             "jax_w4a4.explain: the function does not contain the operator: no jax_w4a4 primitive "
@@ -273,41 +328,70 @@ def _explain_function(
     devices = max((len(s.device_set) for s in shardings if _is_sharding(s)), default=1)
     if devices > 1 and not all(each.local for each in found):
         found = _per_device(traced, found, devices, notes)
-    merged: dict[tuple, Call] = {}
+    merged: dict[tuple, tuple[Call, list[_Found]]] = {}
     for each in found:
         call = _call(each, target)
         key = (call.kind, call.implementation, call.problem, call.plan)
-        if key in merged:
-            before = merged[key]
-            call = dataclasses.replace(before, count=_sum((before.count, call.count)))
-        merged[key] = call
-    return Explanation(tuple(merged.values()), tuple(notes))
+        merged.setdefault(key, (call, []))[1].append(each)
+    calls = tuple(
+        dataclasses.replace(
+            call,
+            count=_most([(each.path, each.count) for each in alike]),
+            conditional=any(each.path for each in alike),
+        )
+        for call, alike in merged.values()
+    )
+    if any(call.conditional for call in calls):
+        notes.append(
+            "branches of cond and switch are alternatives: a count is that of the branch with most "
+            "of these calls, and calls of different branches do not add up"
+        )
+    return Explanation(calls, tuple(notes))
 
 
-def _sum(counts: Iterable[int | None]) -> int | None:
+def _most(counts: list[tuple[tuple[tuple[int, int], ...], int | None]]) -> int | None:
+    """The largest number of calls over all ways through the conditionals of (path, count)."""
     total = 0
-    for count in counts:
+    branches: dict[int, dict[int, list]] = {}
+    for path, count in counts:
         if count is None:
             return None
-        total += count
-    return total
+        if path:
+            (number, branch), *rest = path
+            branches.setdefault(number, {}).setdefault(branch, []).append((tuple(rest), count))
+        else:
+            total += count
+    # No count is left that is None.
+    return total + sum(max(map(_most, each.values())) for each in branches.values())
 
 
-def _walk(jaxpr: Any, times: int, local: bool, found: list[_Found], shardings: list[Any]) -> None:
+def _walk(jaxpr: Any) -> tuple[list[_Found], list[Any]]:
+    """The operator's equations in program order, and every sharding met on the way."""
     from jax.extend.core import jaxprs_in_params
 
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = eqn.primitive.name
-        if name.startswith(_PREFIX):
-            found.append(_equation(eqn, times, local))
-            continue
-        shardings.extend(_shardings_in(eqn.params))
-        inner = times * eqn.params["length"] if name == "scan" else times
-        for sub in jaxprs_in_params(eqn.params):
-            _walk(sub, inner, local or name == "shard_map", found, shardings)
+    found: list[_Found] = []
+    shardings: list[Any] = []
+    conditionals = itertools.count()
+
+    def visit(jaxpr: Any, times: int, local: bool, path: tuple[tuple[int, int], ...]) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name = eqn.primitive.name
+            if name.startswith(_PREFIX):
+                found.append(_equation(eqn, times, local, path))
+                continue
+            shardings.extend(_shardings_in(eqn.params))
+            inner = times * eqn.params["length"] if name == "scan" else times
+            # By visit, not by equation: a jaxpr that is called twice decides twice.
+            number = next(conditionals) if name == "cond" else None
+            for branch, sub in enumerate(jaxprs_in_params(eqn.params)):
+                within = path if number is None else (*path, (number, branch))
+                visit(sub, inner, local or name == "shard_map", within)
+
+    visit(jaxpr, 1, False, ())
+    return found, shardings
 
 
-def _equation(eqn: Any, times: int, local: bool) -> _Found:
+def _equation(eqn: Any, times: int, local: bool, path: tuple[tuple[int, int], ...]) -> _Found:
     params = eqn.params
     kind = eqn.primitive.name.removeprefix(_PREFIX)
     solved = params.get("plan")
@@ -318,6 +402,7 @@ def _equation(eqn: Any, times: int, local: bool) -> _Found:
         problem=solved.problem if solved is not None else _problem_of(kind, eqn),
         plan=solved,
         local=local,
+        path=path,
     )
 
 
@@ -429,14 +514,19 @@ def _built_kernels() -> frozenset[str]:
 def _call_lines(call: Call) -> list[str]:
     p = call.problem
     m = f"M (symbolic, figures for {call.m})" if p.m is None else str(p.m)
-    shape = f"{m} x {p.k_pad}" if call.kind == "quantize" else f"{m} x {p.k_pad} x {p.n}"
+    k = p.k_pad if p.k is None else p.k
+    shape = f"{m} x {k}" if call.kind == "quantize" else f"{m} x {k} x {p.n}"
+    padded = "" if k == p.k_pad else f", K padded to {p.k_pad} in all figures"
     block = "whole-row scales" if p.block_size == p.k_pad else f"block {p.block_size}"
-    times = (
-        "" if call.count == 1 else ", several times" if call.count is None else f", {call.count}x"
-    )
+    if call.count is None:
+        times = ", several times"
+    elif call.conditional:
+        times = f", at most {call.count}x (in a branch)"
+    else:
+        times = "" if call.count == 1 else f", {call.count}x"
     lines = [
-        f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}), {p.format} "
-        f"{block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
+        f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}){padded}, "
+        f"{p.format} {block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
         f"{f', precision {p.precision}' if p.precision else ''}{times}",
         f"{call.target.name} ({call.target.chip}): {call.status}",
     ]
@@ -606,6 +696,7 @@ def _call_dict(call: Call) -> dict[str, Any]:
     return {
         "kind": call.kind,
         "count": call.count,
+        "conditional": call.conditional,
         "implementation": call.implementation,
         "status": call.status,
         "target": call.target.name,

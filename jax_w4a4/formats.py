@@ -74,6 +74,17 @@ def get_format(name: str, who: str) -> Format:
     return fmt
 
 
+def dtype_name(given: Any, allowed: tuple[str, ...], what: str) -> str:
+    """Name of a dtype; TypeError beginning with `what` unless it is one of `allowed`."""
+    try:
+        name = jnp.dtype(given).name
+    except TypeError:
+        name = repr(given)
+    if name not in allowed:
+        raise TypeError(f"{what} is {name}; expected {' or '.join(allowed)}")
+    return name
+
+
 def check_block_size(fmt: Format, block_size: int | None, who: str) -> None:
     """ValueError unless `block_size` exists for the format."""
     if block_size not in fmt.blocks or isinstance(block_size, bool):
@@ -318,6 +329,14 @@ def encode_scale(s: Array, format: str) -> Array:
     return lax.bitcast_convert_type(byte, jnp.dtype(FORMATS[format].scale_dtypes[0]))
 
 
+def int4_cap(scale_dtype: str, unsigned: bool) -> float:
+    """Largest int4 block scale: over a power of two above the largest code magnitude, so that
+    code * scale stays finite."""
+    wide = scale_dtype == "float32"
+    largest = (2 - 2.0**-18) * 2.0**127 if wide else float(jnp.finfo(scale_dtype).max)
+    return largest / (16 if unsigned else 8)
+
+
 def block_scale(amax: Array, spec: Spec, unsigned: bool) -> Array:
     """Block maximum (fp32; NaN and Inf allowed) to the stored scale (scale dtype)."""
     nan = _bits(amax) > _INF_BITS
@@ -336,11 +355,9 @@ def block_scale(amax: Array, spec: Spec, unsigned: bool) -> Array:
         byte = jnp.where(t == 0, 0, byte)
         byte = jnp.where(nan, 255, byte).astype(jnp.uint8)
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)
-    # The cap, the largest scale over a power of two above the largest code magnitude, keeps
-    # code * scale finite. A float32 scale gives up five bits to keep thresholds * scale exact.
+    # A float32 scale gives up five bits to keep thresholds * scale exact.
     wide = spec.scale_dtype == "float32"
-    largest = (2 - 2.0**-18) * 2.0**127 if wide else float(jnp.finfo(spec.scale_dtype).max)
-    s = jnp.minimum(amax * (1 / 15 if unsigned else 1 / 7), largest / (16 if unsigned else 8))
+    s = jnp.minimum(amax * (1 / 15 if unsigned else 1 / 7), int4_cap(spec.scale_dtype, unsigned))
     if wide:
         s = _from_bits(_round_magnitude(_bits(s), 8, 18) << 5)
     return round_to(jnp.where(nan, jnp.nan, s), spec.scale_dtype)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jax_w4a4 import plan, sharding
-from jax_w4a4.formats import FLOAT_DTYPES, PRECISIONS, reciprocal, to_f32
+from jax_w4a4.formats import FLOAT_DTYPES, PRECISIONS, dtype_name, reciprocal, to_f32
 from jax_w4a4.primitives import (
     IMPLEMENTATIONS,
     KERNELS,
@@ -187,6 +187,7 @@ def _check_x(x: Any, w: Weight, who: str) -> Array:
 
 
 def _check_activation(x: Activation, w: Weight) -> None:
+    x.validate("matmul")
     for name, got, wanted in (
         ("format", x.format, w.format),
         ("k", x.k, w.k),
@@ -207,25 +208,12 @@ def _check_activation(x: Activation, w: Weight) -> None:
             f"jax_w4a4.matmul: the activation's lora_act has (dtype, rank) {have} and the weight's "
             f"lora_up {need}; quantize_activation(x, w) makes one that fits"
         )
-    if not (x.packed.shape[:-1] == x.scales.shape[:-1]) or (
-        lora_act is not None and lora_act.shape[:-1] != x.packed.shape[:-1]
-    ):
-        raise ValueError(
-            f"jax_w4a4.matmul: the activation's packed {short(x.packed)}, scales "
-            f"{short(x.scales)} and lora_act differ in their leading dimensions"
-        )
 
 
 def _out_dtype(preferred: Any, default: str) -> str:
     if preferred is None:
         return default
-    name = jnp.dtype(preferred).name
-    if name not in FLOAT_DTYPES:
-        raise TypeError(
-            f"jax_w4a4.matmul: preferred_element_type is {name}; expected "
-            f"{' or '.join(FLOAT_DTYPES)}"
-        )
-    return name
+    return dtype_name(preferred, FLOAT_DTYPES, "jax_w4a4.matmul: preferred_element_type")
 
 
 def _precision(precision: Any) -> str | None:

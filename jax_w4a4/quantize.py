@@ -9,17 +9,19 @@ round is kept. Smoothing follows SmoothQuant (Xiao et al., arXiv 2211.10438).
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_w4a4 import formats
 from jax_w4a4.formats import Spec
 from jax_w4a4.matmul import matmul
-from jax_w4a4.weight import Weight, check_options
+from jax_w4a4.weight import Weight, check_options, integer
 
 Array = jax.Array
 
@@ -29,9 +31,9 @@ _WHO = "jax_w4a4.quantize"
 _OVERSAMPLE = 16
 _POWER_ITERATIONS = 2
 # A weight's scale need not follow the activation rule. These multiples of the block maximum are
-# tried as well and the scale with the smallest squared error is kept. Multiples above 1 give up the
-# coarse top of e2m1 (1.5 maps the maximum to 4 instead of 6); int4's uniform steps gain nothing from
-# them. An e8m0 scale moves in factors of two only, and its double has no finer step anywhere.
+# tried as well and the scale with the smallest squared error is kept. Multiples above 1 give up
+# the coarse top of e2m1 (1.5 maps the maximum to 4 instead of 6); int4's uniform steps gain
+# nothing from them. An e8m0 scale moves in factors of two, and its double is finer nowhere.
 _CLIPS = {
     "nvfp4": (1.5, 1.4, 1.3, 1.2, 1.1, 0.9, 0.8, 0.7),
     "mxfp4": (0.5,),
@@ -40,6 +42,8 @@ _CLIPS = {
 # Least importance of an input channel, relative to the root mean square of all: calibration data
 # that never used a channel don't prove that it is never used.
 _LEAST_IMPORTANCE = 1 / 16
+# Divisors whose reciprocal is a normal float32.
+_RANGE = "within 2^-126 to 2^126"
 _SMOOTH_LIMIT = 2.0**10
 _SHIFT = 1e-5
 _TINY = 1e-30
@@ -103,12 +107,14 @@ def quantize(
       A `Weight`.
 
     Raises:
-      TypeError: a dtype is not one of the above.
+      TypeError: a dtype or type is not one of the above.
       ValueError: a shape, format, rank or option is not one of the above, or (outside of a trace)
-        w, smooth, act_amax or channel_scale hold NaN, Inf or values out of range.
+        an array holds NaN, Inf or values out of range: smooth, |channel_scale| and
+        act_global_scale lie within 2^-126 to 2^126; w * smooth / channel_scale is not so small
+        that all block scales are zero nor so large that they saturate.
     """
     fmt = formats.get_format(format, "quantize")
-    w = jnp.asarray(w)
+    w = _asarray("w", w)
     if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype.itemsize < 2:
         raise TypeError(f"{_WHO}: w is {_describe(w)}; expected float32, bfloat16 or float16")
     if w.ndim != 2 or 0 in w.shape:
@@ -117,38 +123,53 @@ def quantize(
             "stacked weights"
         )
     n, k = w.shape
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= min(n, k):
-        raise ValueError(f"{_WHO}: rank={rank!r}; expected 0 to min(N, K) = {min(n, k)}")
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(f"{_WHO}: iterations={iterations!r}; expected an integer of at least 1")
+    rank = integer(
+        rank, f"{_WHO}: rank={rank!r}; expected 0 to min(N, K) = {min(n, k)}", 0, min(n, k)
+    )
+    iterations = integer(
+        iterations, f"{_WHO}: iterations={iterations!r}; expected an integer of at least 1", 1
+    )
+    if not isinstance(smooth_alpha, numbers.Real):
+        raise TypeError(f"{_WHO}: smooth_alpha={smooth_alpha!r}; expected a number")
     if not 0.0 <= smooth_alpha <= 1.0:
         raise ValueError(f"{_WHO}: smooth_alpha={smooth_alpha!r}; expected 0 to 1")
-    if block_size == "default":
+    if isinstance(block_size, str) and block_size == "default":
         block_size = fmt.default_block
     check_options(format, block_size, act_unsigned, act_rule, "quantize")
-    scale_dtype = _dtype_name("scale_dtype", scale_dtype, fmt.scale_dtypes, fmt.scale_dtypes[0])
-    lora_dtype = _dtype_name("lora_dtype", lora_dtype, formats.FLOAT_DTYPES, "bfloat16")
+    block_size = block_size and int(block_size)
+    for name, flag in (
+        ("scale_search", scale_search),
+        ("lora_smoothed", lora_smoothed),
+        ("two_level", False if two_level is None else two_level),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{_WHO}: {name}={flag!r}; expected a bool")
+    if scale_dtype is None:
+        scale_dtype = fmt.scale_dtypes[0]
+    scale_dtype = formats.dtype_name(scale_dtype, fmt.scale_dtypes, f"{_WHO}: scale_dtype")
+    lora_dtype = formats.dtype_name(lora_dtype, formats.FLOAT_DTYPES, f"{_WHO}: lora_dtype")
     if two_level and format != "nvfp4":
         raise ValueError(f"{_WHO}: two_level=True is for format 'nvfp4'; the format is {format!r}")
     if two_level is None:
         two_level = format == "nvfp4"
 
-    _check_values("w", w, jnp.isfinite, "finite")
     w = w.astype(jnp.float32)
+    _check_values("w", w, jnp.isfinite, "finite in float32")
     bias = _vector("bias", bias, n)
+    _check_values("bias", bias, jnp.isfinite, "finite in float32")
     channel_scale = _vector("channel_scale", channel_scale, n)
-    _check_values("channel_scale", channel_scale, _nonzero, "finite and nonzero")
+    _check_values("channel_scale", channel_scale, _invertible, f"nonzero and {_RANGE}")
     smooth = _vector("smooth", smooth, k)
-    _check_values("smooth", smooth, _positive, "finite and positive")
+    _check_values("smooth", smooth, _positive, f"positive and {_RANGE}")
     act_amax = _vector("act_amax", act_amax, k)
-    _check_values("act_amax", act_amax, _nonnegative, "finite and nonnegative")
+    _check_values("act_amax", act_amax, _nonnegative, "finite in float32 and nonnegative")
     if act_amax is not None:
         if smooth is not None:
             raise ValueError(f"{_WHO}: got both smooth and act_amax; pass one of them")
         smooth = _smooth(w, act_amax, smooth_alpha)
     if act_global_scale is not None:
         act_global_scale = _vector("act_global_scale", act_global_scale, None)
-        _check_values("act_global_scale", act_global_scale, _positive, "finite and positive")
+        _check_values("act_global_scale", act_global_scale, _positive, f"positive and {_RANGE}")
 
     k_pad = formats.padded_k(k, block_size)
     spec = Spec(format, k, k_pad, block_size or k_pad, scale_dtype)
@@ -165,6 +186,7 @@ def quantize(
         lora_dtype,
         lora_smoothed,
     )
+    _check_range(w, smooth, channel_scale, fields, spec, two_level)
     return Weight(
         **fields,
         act_global_scale=act_global_scale,
@@ -220,18 +242,21 @@ def _describe(a: Array) -> str:
     return f"{a.dtype.name}[{','.join(str(d) for d in a.shape)}]"
 
 
-def _dtype_name(name: str, given: Any, allowed: tuple[str, ...], default: str) -> str:
-    dtype = default if given is None else jnp.dtype(given).name
-    if dtype not in allowed:
-        raise TypeError(f"{_WHO}: {name} is {dtype}; expected {' or '.join(allowed)}")
-    return dtype
+def _asarray(name: str, a: Any) -> Array:
+    try:
+        if a is None:
+            raise TypeError
+        with np.errstate(over="ignore"):  # float64 beyond float32: found by its infinities
+            return jnp.asarray(a)
+    except (TypeError, ValueError):
+        raise TypeError(f"{_WHO}: {name} is {type(a).__name__}; expected an array") from None
 
 
 def _vector(name: str, a: Any, length: int | None) -> Array | None:
     """A float vector of that length (None: a scalar) as float32, None passed through."""
     if a is None:
         return None
-    a = jnp.asarray(a)
+    a = _asarray(name, a)
     shape = () if length is None else (length,)
     if a.shape != shape:
         raise ValueError(f"{_WHO}: {name} is {_describe(a)}; expected shape {shape} for this w")
@@ -250,16 +275,75 @@ def _check_values(name: str, a: Array | None, ok: Callable[[Array], Array], expe
         raise ValueError(f"{_WHO}: {bad} of {a.size} values of {name} are not {expected}")
 
 
-def _nonzero(a: Array) -> Array:
-    return jnp.isfinite(a) & (a != 0)
+def _invertible(a: Array) -> Array:
+    return (jnp.abs(a) >= 2.0**-126) & (jnp.abs(a) <= 2.0**126)
 
 
 def _positive(a: Array) -> Array:
-    return jnp.isfinite(a) & (a > 0)
+    return _invertible(a) & (a > 0)
 
 
 def _nonnegative(a: Array) -> Array:
     return jnp.isfinite(a) & (a >= 0)
+
+
+@jax.jit
+def _largest(w: Array, smooth: Array | None, channel_scale: Array | None) -> Array:
+    """Largest magnitude of what `_decompose` starts from."""
+    if smooth is not None:
+        w = w * smooth[None, :]
+    if channel_scale is not None:
+        w = w * formats.reciprocal(channel_scale)[:, None]
+    return jnp.max(jnp.abs(w))
+
+
+def _check_range(
+    w: Array,
+    smooth: Array | None,
+    channel_scale: Array | None,
+    fields: dict[str, Array],
+    spec: Spec,
+    two_level: bool,
+) -> None:
+    """ValueError if something overflowed, saturated or was lost; traces can't be looked at."""
+    if any(isinstance(a, jax.core.Tracer) for a in (w, smooth, channel_scale, fields["packed"])):
+        return
+    with jax.ensure_compile_time_eval():
+        amax = float(_largest(w, smooth, channel_scale))
+        scale = float(jnp.max(formats.decode_scale(fields["scales"])))
+        lora = [fields[name] for name in ("lora_up", "lora_down") if name in fields]
+        finite = all(bool(jnp.all(jnp.isfinite(formats.to_f32(a)))) for a in lora)
+    if amax == float("inf"):
+        raise ValueError(
+            f"{_WHO}: w * smooth / channel_scale is beyond float32; give smooth and channel_scale "
+            "nearer to 1"
+        )
+    if not finite:
+        raise ValueError(
+            f"{_WHO}: the low-rank factors are beyond {lora[0].dtype.name}; use another lora_dtype"
+        )
+    rescale = "multiply w by a power of two and divide the result by it"
+    # Below `least` every block is lost, whatever was tried; at `most` scales stop growing.
+    least, most, advice = 6 * 2.0**-126, float("inf"), rescale
+    if spec.format == "nvfp4":
+        if two_level:
+            least = 2688 * 2.0**-126
+        else:
+            least, most, advice = 6 * 2.0**-10, 448.0, "use two_level=True"
+    elif spec.format == "int4":
+        most = formats.int4_cap(spec.scale_dtype, unsigned=False)
+        if spec.scale_dtype == "float16":
+            least, advice = 7 * 2.0**-25, "use scale_dtype='bfloat16' or 'float32'"
+    if scale >= most:
+        raise ValueError(
+            f"{_WHO}: w is too large, its maximum is {amax:.3g}: {spec.scale_dtype} block scales "
+            f"end at {most:.4g}; {advice}"
+        )
+    if scale == 0 and 0 < amax <= least:
+        raise ValueError(
+            f"{_WHO}: w is too small, its maximum is {amax:.3g}: all {spec.scale_dtype} block "
+            f"scales are zero; {advice}"
+        )
 
 
 @jax.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -377,6 +378,10 @@ class Activation:
         """A copy with some fields changed; nothing is checked or cast."""
         return dataclasses.replace(self, **changes)
 
+    def validate(self, who: str) -> None:
+        """Checks dtypes and shapes, as `Weight.validate`."""
+        _validate_activation(self, who)
+
     def dequantize(self) -> Array:
         """codes * block scales * global_scale as float32 (..., K), near x / smooth."""
         x = formats.dequantize_blocks(
@@ -407,11 +412,18 @@ def _describe(a: Any) -> str:
     return f"{jnp.dtype(a.dtype).name}[{','.join(str(d) for d in a.shape)}]"
 
 
-def _check(name: str, a: Any, dtypes: tuple[str, ...], shape: tuple[int, ...], who: str) -> None:
+def _check(
+    name: str,
+    a: Any,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+    who: str,
+    owner: str = "weight",
+) -> None:
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
-        raise TypeError(f"jax_w4a4.{who}: weight.{name} is {type(a).__name__}; expected an array")
+        raise TypeError(f"jax_w4a4.{who}: {owner}.{name} is {type(a).__name__}; expected an array")
     wanted = f"{' or '.join(dtypes)}[{','.join(str(d) for d in shape)}]"
-    message = f"jax_w4a4.{who}: weight.{name} is {_describe(a)}; expected {wanted}"
+    message = f"jax_w4a4.{who}: {owner}.{name} is {_describe(a)}; expected {wanted}"
     if jnp.dtype(a.dtype).name not in dtypes:
         raise TypeError(message)
     if tuple(a.shape) != tuple(shape):
@@ -428,6 +440,8 @@ def check_options(
         raise ValueError(
             f"jax_w4a4.{who}: act_rule={act_rule!r}; expected 'rceil' or 'floor' (mxfp4)"
         )
+    if not isinstance(act_unsigned, bool):
+        raise TypeError(f"jax_w4a4.{who}: act_unsigned={act_unsigned!r}; expected a bool")
     if act_unsigned and format != "int4":
         raise ValueError(
             f"jax_w4a4.{who}: act_unsigned is for format 'int4'; the format is {format!r}"
@@ -474,6 +488,33 @@ def _validate(w: Weight, who: str) -> None:
                 "lora_down=None, lora_up=None"
             )
         _check("lora_down", down, (jnp.dtype(up.dtype).name,), (*lead, w.k, rank), who)
+
+
+def _validate_activation(x: Activation, who: str) -> None:
+    fmt = check_options(x.format, x.block_size, x.unsigned, "rceil", who)
+    if not getattr(x.packed, "shape", ()):
+        _check("packed", x.packed, ("uint8",), ("...", "K_pad/2"), who, "activation")
+    lead = x.packed.shape[:-1]
+    k_pad = formats.padded_k(x.k, x.block_size)
+    blocks = k_pad // (x.block_size or k_pad)
+    _check("packed", x.packed, ("uint8",), (*lead, k_pad // 2), who, "activation")
+    _check("scales", x.scales, fmt.scale_dtypes, (*lead, blocks), who, "activation")
+    if x.global_scale is not None:
+        _check("global_scale", x.global_scale, ("float32",), (), who, "activation")
+    if (act := x.lora_act) is not None:
+        rank = act.shape[-1] if getattr(act, "shape", ()) else 0
+        _check("lora_act", act, formats.FLOAT_DTYPES, (*lead, rank), who, "activation")
+
+
+def integer(value: Any, what: str, least: int, most: int | None = None) -> int:
+    """An int from any integer type but bool; ValueError beginning with `what` otherwise."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        raise ValueError(what)
+    return number
 
 
 # ------------------------------------------------------------------------------------------------
@@ -538,7 +579,9 @@ def _from_packed(
         )
     if scales.dtype == jnp.uint8 and fmt.name != "int4":
         scales = lax.bitcast_convert_type(scales, jnp.dtype(fmt.scale_dtypes[0]))
-    k = 2 * packed.shape[-1] if k is None else k
+    if k is None:
+        k = 2 * packed.shape[-1]
+    k = integer(k, f"jax_w4a4.{who}: k={k!r}; expected a positive integer", 1)
     block_size = _infer_block(fmt, k, scales.shape[-1], who)
     k_pad = formats.padded_k(k, block_size)
     blocks = k_pad // (block_size or k_pad)

@@ -43,7 +43,9 @@ class ExplainTest(parameterized.TestCase):
             *"--out-dtype float32 --target sm_90 --tile-m 32".split(),
         )
         self.assertEqual(status, 0)
-        self.assertIn("64 x 160 x 96 (M x K x N), int4 whole-row scales, rank 0", out)
+        self.assertIn(
+            "64 x 150 x 96 (M x K x N), K padded to 160 in all figures, int4 whole-row scales", out
+        )
         self.assertIn("float16 -> float32", out)
         self.assertIn("tile 32x128", out)
 
@@ -73,6 +75,19 @@ class ExplainTest(parameterized.TestCase):
         sweep = [line.split()[1] for line in out.splitlines()[-5:]]
         self.assertEqual(sweep, ["7/3", "5/4", "4/2", "2/3", "-"])
 
+    def test_published_table_as_json(self):
+        """The same cells as the text."""
+        status, out, _ = run(*"explain --accounting svdquant-v2 --json".split())
+        self.assertEqual(status, 0)
+        found = json.loads(out)
+        self.assertEqual(found["target"], "sm_100")
+        self.assertLen(found["stages"], 4 * 3 * 2)
+        sweep = [(c["main"], c["store"]) for c in found["lora_stage_sweep"]]
+        self.assertEqual(sweep, [(7, 3), (5, 4), (4, 2), (2, 3), (None, None)])
+        self.assertEqual(
+            f"{cli.stage_table(found)}\n", run("explain", "--accounting", "svdquant-v2")[1]
+        )
+
     def test_published_table_with_the_bug(self):
         _, out, _ = run(*"explain --accounting svdquant-v2 --unhalved lora_up".split())
         self.assertNotIn("lora_up", out.splitlines()[1])
@@ -90,7 +105,11 @@ class ExplainTest(parameterized.TestCase):
         ("explain 64 128 96 --block-size x", "invalid"),
         ("explain 64 128 96 --block-size 24 --target sm_90", "nvfp4 has a block size of 16"),
         ("explain 64 128 96 --rank -1 --target sm_90", "Problem.rank is -1"),
-        ("explain 64 128 96 --dtype int8 --target sm_90", "Problem.x_dtype is 'int8'"),
+        (
+            "explain 64 128 96 --dtype int8 --target sm_90",
+            "explain: dtype is int8; expected float32",
+        ),
+        ("explain 64 128 96 --out-dtype float64 --target sm_90", "out_dtype is float64; expected"),
         ("explain 64 128 96 --target sm_90 --tile-m 48", "no tile with tile_m=48"),
         ("explain 64 128 96 --target sm_90 --main-stages 3", "at most 2"),
         ("explain 64 128 96 --unhalved lora_upp", "invalid choice: 'lora_upp'"),

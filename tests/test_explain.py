@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -133,7 +134,9 @@ class ShapeTest(parameterized.TestCase):
     )
     def test_k_is_padded(self, format, block, text, k_pad):
         found = explain((8, 150, 96), format=format, block_size=block, target="sm_90")
-        self.assertIn(text, str(found))
+        self.assertIn(
+            f"8 x 150 x 96 (M x K x N), K padded to {k_pad} in all figures, {text}", str(found)
+        )
         self.assertEqual(found.calls[0].problem.k_pad, k_pad)
 
     def test_forced_choices_reach_the_planner(self):
@@ -172,6 +175,14 @@ class ShapeTest(parameterized.TestCase):
             explain((1, 64, 64), format="fp8")
         with self.assertRaisesRegex(ValueError, "block_size is 0"):
             explain((1, 64, 64), format="int4", block_size=0)
+        with self.assertRaisesRegex(ValueError, "block_size is 48; int4 has 32, 64, 128 or None"):
+            explain((1, 64, 64), format="int4", block_size=48)
+        for name in ("dtype", "out_dtype", "lora_dtype"):
+            for dtype in ("float64", "float8_e4m3fn", "int8", jnp.float8_e5m2):
+                with self.assertRaisesRegex(TypeError, rf"^jax_w4a4\.explain: {name} is .*; expec"):
+                    explain((1, 64, 64), **{name: dtype})
+        with self.assertRaisesRegex(TypeError, r"^jax_w4a4\.explain: scale_dtype is float16; exp"):
+            explain((1, 64, 64), scale_dtype="float16")
         with self.assertRaisesRegex(TypeError, "cannot force colour"):
             explain((1, 64, 64), colour=3)
         with self.assertRaisesRegex(TypeError, "a function and its arguments"):
@@ -282,6 +293,44 @@ class FunctionTest(parameterized.TestCase):
         square = weight(n=K)
         self.assertEqual(seen(explain(f, x_like(M, K), square)), [("matmul", 2, M, K, K)])
 
+    def test_branches_are_alternatives(self):
+        """The branch with most calls counts, however conditionals nest and repeat."""
+        w, v = weight(n=K), weight(n=96)
+
+        def twice(x):
+            return matmul(matmul(x, w), w)
+
+        def inner(x):
+            return jax.lax.cond(x[0, 0] > 1, twice, lambda x: matmul(x, w), x)
+
+        def choose(x):
+            return jax.lax.switch(
+                x[0, 0].astype(jnp.int32),
+                [lambda x: matmul(x, w), inner, lambda x: x + matmul(x, v)[:, :1]],
+                x,
+            )
+
+        chosen = jax.jit(choose)
+        found = explain(lambda x: matmul(chosen(chosen(x)), w), x_like(M, K))
+        self.assertEqual(seen(found), [("matmul", 5, M, K, K), ("matmul", 2, M, 96, K)])
+        text = str(found)
+        self.assertIn("at most 5x (in a branch)", text)
+        self.assertIn("note: branches of cond and switch are alternatives", text)
+        self.assertTrue(found.as_dict()["calls"][0]["conditional"])
+
+    def test_keyword_arguments(self):
+        """Arrays are traced, everything else is passed through."""
+        found = explain(
+            matmul,
+            x_like(M, K),
+            w=weight(),
+            preferred_element_type=np.float32,
+            implementation="xla",
+        )
+        self.assertEqual(seen(found), [("matmul", 1, M, N, K)])
+        self.assertEqual(found.calls[0].problem.out_dtype, "float32")
+        self.assertEqual(found.calls[0].implementation, "xla")
+
     def test_distinct_calls_have_sections(self):
         def f(x, w, v):
             return matmul(x, w), matmul(x, w), matmul(x, v)
@@ -342,7 +391,7 @@ class FunctionTest(parameterized.TestCase):
             explain(jax.nn.relu, x_like(M, K))
 
     def test_shape_options_are_refused(self):
-        with self.assertRaisesRegex(TypeError, "rank can be given with a shape"):
+        with self.assertRaisesRegex(TypeError, r"^jax_w4a4\.explain: 'matmul': .*'rank'; options"):
             explain(matmul, x_like(M, K), weight(), rank=16)
 
     def test_does_not_run_the_function(self):

@@ -196,6 +196,15 @@ class TransformTest(parameterized.TestCase):
         self.assertEqual(y.sharding.spec, P(None, "tp"))
         np.testing.assert_allclose(y, jax_w4a4.matmul(x, weight), rtol=1e-5, atol=1e-5)
 
+    def test_from_weight_refuses(self):
+        """Stacked weights and what is no weight."""
+        weight = Linear.from_linear(dense(), rank=RANK).as_weight()
+        stacked = jax.tree.map(lambda a: a[None], weight)
+        with self.assertRaisesRegex(ValueError, r"^jax_w4a4\..*from_weight: the weight is stacked"):
+            Linear.from_weight(stacked)
+        with self.assertRaisesRegex(TypeError, r"^jax_w4a4\..*from_weight: got .*Array"):
+            Linear.from_weight(weight.packed)
+
     def test_out_sharding(self):
         """On an explicit mesh the result has the sharding asked for."""
         mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,))

@@ -279,8 +279,24 @@ class ActivationTest(parameterized.TestCase):
 
     def test_inconsistent_leading_dimensions(self):
         act = quantize_activation(self.x, self.w)
-        with self.assertRaisesRegex(ValueError, "leading dimensions"):
+        message = (
+            r"^jax_w4a4\.matmul: activation\.scales is float8_e4m3fn\[1,3,8\]; expected .*\[2,3,8\]"
+        )
+        with self.assertRaisesRegex(ValueError, message):
             matmul(act.replace(scales=act.scales[:1]), self.w)
+
+    @parameterized.parameters(
+        (dict(packed=None), TypeError, "activation.packed is NoneType; expected an array"),
+        (dict(scales=None), TypeError, "activation.scales is NoneType; expected an array"),
+        (dict(packed=jnp.zeros((2, 3, K // 2))), TypeError, "activation.packed is float32"),
+        (dict(lora_act=jnp.zeros((2, 1, 8))), ValueError, r"activation.lora_act is .*\[2,1,8\]"),
+        (dict(global_scale=jnp.ones(1)), ValueError, r"activation.global_scale is float32\[1\]"),
+        (dict(unsigned="no"), TypeError, "act_unsigned='no'; expected a bool"),
+    )
+    def test_damaged(self, changes, error, message):
+        act = quantize_activation(self.x, self.w)
+        with self.assertRaisesRegex(error, rf"^jax_w4a4\.matmul: {message}"):
+            matmul(act.replace(**changes), self.w)
 
 
 class VmapTest(parameterized.TestCase):
@@ -591,8 +607,8 @@ class ErrorTest(parameterized.TestCase):
         for f in (matmul, quantize_activation):
             with self.assertRaisesRegex(ValueError, "implementation='triton'; expected None"):
                 f(x, w, implementation="triton")
-        for dtype in (jnp.int8, jnp.float64, jnp.float8_e4m3fn):
-            with self.assertRaisesRegex(TypeError, "preferred_element_type is"):
+        for dtype in (jnp.int8, jnp.float64, jnp.float8_e4m3fn, "foo", 3):
+            with self.assertRaisesRegex(TypeError, "^jax_w4a4.matmul: preferred_element_type is"):
                 matmul(x, w, preferred_element_type=dtype)
 
     def test_cuda_where_there_is_none(self):

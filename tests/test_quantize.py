@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import warnings
 
 import cases
 import jax
@@ -210,7 +211,7 @@ class OptionsTest(parameterized.TestCase):
         self.assertAlmostEqual(float(q.global_scale), float(jnp.max(jnp.abs(w))) / 2688, places=9)
         self.assertIsNone(quantize(w, rank=0, two_level=False).global_scale)
         self.assertIsNone(quantize(w, "mxfp4", rank=0).global_scale)
-        small = w * 1e-4
+        small = w * 0.01
         self.assertLess(quantization_error(small, quantize(small, rank=0)), 0.1)
         self.assertGreater(quantization_error(small, quantize(small, rank=0, two_level=False)), 0.3)
 
@@ -375,6 +376,8 @@ class BadInputTest(parameterized.TestCase):
     @parameterized.parameters(
         (dict(w=jnp.ones((8, 64), jnp.int8)), TypeError, r"w is int8\[8,64\]; expected float32"),
         (dict(w=jnp.ones((8, 64), jnp.float8_e4m3fn)), TypeError, r"w is float8_e4m3fn\[8,64\]; "),
+        (dict(w=None), TypeError, "w is NoneType; expected an array"),
+        (dict(w="w"), TypeError, "w is str; expected an array"),
         (dict(w=jnp.ones(64)), ValueError, r"w is float32\[64\]; expected a nonempty \(N, K\)"),
         (dict(w=jnp.ones((2, 8, 64))), ValueError, r"w is float32\[2,8,64\]; .* use jax.vmap"),
         (dict(w=jnp.ones((8, 0))), ValueError, r"w is float32\[8,0\]; expected a nonempty"),
@@ -385,6 +388,7 @@ class BadInputTest(parameterized.TestCase):
         (dict(rank=-1), ValueError, r"rank=-1; expected 0 to min\(N, K\) = 8"),
         (dict(rank=2.0), ValueError, r"rank=2.0; expected 0 to"),
         (dict(iterations=0), ValueError, "iterations=0; expected an integer of at least 1"),
+        (dict(smooth_alpha="a"), TypeError, "smooth_alpha='a'; expected a number"),
         (dict(smooth_alpha=1.5), ValueError, "smooth_alpha=1.5; expected 0 to 1"),
         (dict(block_size=32), ValueError, "block_size=32 does not exist for format 'nvfp4'"),
         (
@@ -397,27 +401,39 @@ class BadInputTest(parameterized.TestCase):
             TypeError,
             "scale_dtype is float16; expected float8_e4m3fn",
         ),
+        (dict(scale_dtype="foo"), TypeError, "scale_dtype is 'foo'; expected float8_e4m3fn"),
+        (dict(lora_dtype="foo"), TypeError, "lora_dtype is 'foo'; expected float32 or"),
         (dict(lora_dtype=jnp.int8), TypeError, "lora_dtype is int8; expected float32 or bfloat16"),
         (dict(format="int4", two_level=True), ValueError, "two_level=True is for format 'nvfp4'"),
+        (dict(format="int4", act_unsigned="no"), TypeError, "act_unsigned='no'; expected a bool"),
+        (dict(lora_smoothed=1), TypeError, "lora_smoothed=1; expected a bool"),
+        (dict(two_level="no"), TypeError, "two_level='no'; expected a bool"),
+        (dict(scale_search="no"), TypeError, "scale_search='no'; expected a bool"),
         (dict(act_unsigned=True), ValueError, "act_unsigned is for format 'int4'"),
         (dict(act_rule="up"), ValueError, "act_rule='up'; expected 'rceil' or 'floor'"),
         (dict(bias=jnp.ones(7)), ValueError, r"bias is float32\[7\]; expected shape \(8,\)"),
+        (
+            dict(bias=jnp.ones(8).at[1].set(jnp.nan)),
+            ValueError,
+            "1 of 8 values of bias are not fin",
+        ),
+        (dict(bias="b"), TypeError, "bias is str; expected an array"),
         (dict(bias=jnp.ones(8, jnp.int32)), TypeError, r"bias is int32\[8\]; expected a float"),
         (
             dict(channel_scale=jnp.zeros(8)),
             ValueError,
-            "8 of 8 values of channel_scale are not fin",
+            "8 of 8 values of channel_scale are not nonzero and within",
         ),
         (dict(smooth=jnp.ones(8)), ValueError, r"smooth is float32\[8\]; expected shape \(64,\)"),
         (
             dict(smooth=-jnp.ones(64)),
             ValueError,
-            "64 of 64 values of smooth are not finite and pos",
+            "64 of 64 values of smooth are not positive and within",
         ),
         (
             dict(act_amax=-jnp.ones(64)),
             ValueError,
-            "64 of 64 values of act_amax are not finite and",
+            "64 of 64 values of act_amax are not finite in float32 and",
         ),
         (
             dict(act_amax=jnp.ones(64), smooth=jnp.ones(64)),
@@ -426,11 +442,74 @@ class BadInputTest(parameterized.TestCase):
         ),
         (dict(act_global_scale=jnp.ones(3)), ValueError, r"act_global_scale is float32\[3\]; exp"),
         (dict(act_global_scale=0.0), ValueError, "1 of 1 values of act_global_scale are not"),
+        # A reciprocal below the normal range counts as zero, one above it as infinite.
+        (dict(act_global_scale=1e38), ValueError, "1 of 1 values of act_global_scale are not"),
+        (dict(smooth=jnp.full(64, 1e38)), ValueError, "64 of 64 values of smooth are not"),
+        (dict(smooth=np.full(64, 1e-40)), ValueError, "64 of 64 values of smooth are not"),
+        (dict(channel_scale=jnp.full(8, -1e38)), ValueError, "8 of 8 values of channel_scale"),
+        (
+            dict(w=jnp.full((8, 64), 1e38), smooth=jnp.full(64, 10.0)),
+            ValueError,
+            r"w \* smooth / channel_scale is beyond float32",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 1e12), lora_dtype="float16"),
+            ValueError,
+            "the low-rank factors are beyond float16; use another lora_dtype",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 6e4), format="int4", rank=0),
+            ValueError,
+            "w is too large, its maximum is 6e.04: float16 block scales end at 8188; use scale",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 3e3), rank=0, two_level=False),
+            ValueError,
+            "w is too large, .* end at 448; use two_level=True",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 1e-36), rank=0),
+            ValueError,
+            "w is too small, its maximum is 1e-36: all float8_e4m3fn block scales are zero; mult",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 1e-8), rank=0, format="int4"),
+            ValueError,
+            "w is too small, .*; use scale_dtype='bfloat16' or 'float32'",
+        ),
+        (
+            dict(w=jnp.full((8, 64), 1e-4), rank=0, two_level=False),
+            ValueError,
+            "w is too small, .*; use two_level=True",
+        ),
     )
     def test_messages(self, kw, error, message):
         args = dict(w=jnp.ones((8, 64)), rank=2) | kw
         with self.assertRaisesRegex(error, rf"^jax_w4a4\.quantize: {message}"):
             quantize(args.pop("w"), **args)
+
+    def test_float64_beyond_float32(self):
+        """Checked after the narrowing, with and without x64."""
+        ones = np.ones((8, 64))
+        for kw in (
+            dict(w=1e300 * ones),
+            dict(smooth=1e300 * ones[0]),
+            dict(bias=1e300 * ones[:, 0]),
+        ):
+            args = dict(w=ones) | kw
+            with jax.enable_x64(True), self.assertRaisesRegex(ValueError, "values of .* are not"):
+                quantize(args.pop("w"), rank=2, **args)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # jnp.asarray may report the overflow itself
+                args = dict(w=ones) | kw
+                with self.assertRaisesRegex(ValueError, "values of .* are not"):
+                    quantize(args.pop("w"), rank=2, **args)
+
+    def test_numpy_integers(self):
+        w = weight_like(*SHAPE)
+        q = quantize(w, "int4", rank=np.int64(8), iterations=np.int32(2), block_size=np.int64(32))
+        self.assertEqual((q.rank, q.block_size), (8, 32))
+        self.assertIs(type(q.block_size), int)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,11 @@ def _run(args: argparse.Namespace, folder: Path, sentences: Sequence[str]) -> No
         "all similarities. Smoothing is calibrated on\n"
         f"{len(CALIBRATION)} other sentences. MB are 10^6 bytes; embedding tables stay fp32."
     )
+    if "int4" in formats:
+        print(
+            f"INT4 quantizes GELU's output, moved up by {measure.GELU_SHIFT:g}, to 0..15 instead "
+            "of -8..7."
+        )
     print(f"\nKernel plan of {path}, {formats[0]}:\n{stage_report}")
     if args.json is not None:
         document = {

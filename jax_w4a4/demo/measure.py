@@ -16,6 +16,8 @@ from jax_w4a4.demo.encoder import Encoder, linears, replace_linears
 from jax_w4a4.flax.nnx import Linear
 
 BATCH = 64
+# GELU's minimum is -0.16997.
+GELU_SHIFT = 0.17
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,28 @@ def calibrate(encoder: Encoder, ids: jax.Array, mask: jax.Array) -> dict[str, ja
     return {path: module.amax[...] for path, module in linears(observed)}
 
 
+class Shifted(nnx.Module):
+    """A quantized linear of x >= -shift that reads x + shift, in codes 0..15.
+
+    Half of int4's signed codes would stand for values that GELU never gives, so its input is moved
+    up and quantized as unsigned, as nunchaku does; the bias takes the shift out again.
+    """
+
+    def __init__(self, linear: nnx.Linear, shift: float, act_amax: jax.Array | None, **options):
+        if act_amax is not None:
+            options["act_amax"] = act_amax + shift
+        self.linear = Linear.from_linear(linear, act_unsigned=True, **options)
+        self.shift = shift
+        moved = jnp.full((linear.in_features,), shift, jnp.float32)
+        exact = jnp.matmul(
+            self.linear.as_weight().effective(), moved, precision=jax.lax.Precision.HIGHEST
+        )
+        self.linear.bias[...] = self.linear.bias[...] - exact
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x + self.shift)
+
+
 def quantize_encoder(
     encoder: Encoder,
     variant: Variant,
@@ -95,6 +119,8 @@ def quantize_encoder(
 ) -> Encoder:
     """The encoder with each linear replaced by :class:`jax_w4a4.flax.nnx.Linear`.
 
+    For int4 the one after GELU becomes a :class:`Shifted` one.
+
     Args:
       encoder: the float32 encoder.
       variant: format, rank, smoothing.
@@ -103,12 +129,20 @@ def quantize_encoder(
       progress: called after each linear.
     """
 
-    def make(path: str, linear: nnx.Linear) -> Linear:
-        options: dict[str, Any] = {"iterations": iterations}
+    def make(path: str, linear: nnx.Linear) -> nnx.Module:
+        options: dict[str, Any] = {
+            "format": variant.format,
+            "rank": variant.rank,
+            "iterations": iterations,
+            "act_amax": None,
+        }
         if variant.alpha is not None:
             options |= {"act_amax": amax[path], "smooth_alpha": variant.alpha}
-        quantized = Linear.from_linear(linear, format=variant.format, rank=variant.rank, **options)
-        jax.block_until_ready(quantized.weight.get_value())
+        if variant.format == "int4" and path.endswith(".fc2"):
+            quantized = Shifted(linear, GELU_SHIFT, **options)
+        else:
+            quantized = Linear.from_linear(linear, **options)
+        jax.block_until_ready(nnx.state(quantized))
         progress()
         return quantized
 

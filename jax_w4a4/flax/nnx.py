@@ -194,7 +194,19 @@ class Linear(nnx.Module):
           weight: the weight, 2-D.
           **kwargs: ``dtype``, ``param_dtype``, ``preferred_element_type``, ``precision``,
             ``implementation`` and metadata, as for :class:`Linear`.
+
+        Raises:
+          TypeError: ``weight`` is no :class:`jax_w4a4.Weight`.
+          ValueError: it is stacked.
         """
+        who = f"{_WHO}.from_weight"
+        if not isinstance(weight, Weight):
+            raise TypeError(f"{who}: got {type(weight).__name__}, expected jax_w4a4.Weight")
+        if weight.ndim != 2:
+            raise ValueError(
+                f"{who}: the weight is stacked, its shape is {weight.shape}; expected "
+                "(out_features, in_features): use nnx.vmap, or index it with jax.tree.map"
+            )
         out_features, in_features = weight.shape
         return cls(in_features, out_features, weight=weight, **kwargs)
 
