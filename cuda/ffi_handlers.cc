@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plan.h"
+#include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
 #include "sm90_quantize_v1.h"
@@ -455,26 +456,43 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
+// LoRA-down, then beside it the quantizer.
 Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const GemmBuffers& b, const PrivateBuffers& w,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  const int rank = static_cast<int>(Dim(q.lora_down, 1));
+  const bool dependent = g_dependent_launch.load(std::memory_order_relaxed);
+  if (rank > 0) {
+    DownV2Params d = {};
+    d.x = q.x.untyped_data();
+    d.lora_down = q.lora_down.untyped_data();
+    d.lora_act = q.lora_act.untyped_data();
+    d.m = Dim(q.x, 0);
+    d.k = static_cast<int>(spec.k);
+    d.rank = rank;
+    d.cluster = static_cast<int>(plan.down_cluster);
+    d.stages = static_cast<int>(plan.down_stages);
+    d.off_barriers = static_cast<int>(plan.off_down_barriers);
+    d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
+    W4A4_CUDA(LaunchDownV2(d, device, stream));
+  }
   QuantizeV2Params p = {};
   p.x = q.x.untyped_data();
   p.smooth = OptionalData(q.smooth);
   p.global_scale = OptionalData(q.global_scale);
-  p.lora_down = q.lora_down.untyped_data();
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
-  p.lora_act = q.lora_act.untyped_data();
   p.weight = WeightRows(b, w);
   p.m = Dim(q.x, 0);
   p.k = static_cast<int>(spec.k);
   p.k_pad = static_cast<int>(spec.k_pad);
-  p.rank = static_cast<int>(Dim(q.lora_down, 1));
+  p.chunks = static_cast<int>(plan.q_lane_chunks);
+  p.warps = static_cast<int>(plan.q_warps);
+  p.x_dtype = ToDType(q.x.element_type());
   p.rule = static_cast<ScaleRule>(spec.act_rule);
-  p.cluster = static_cast<int>(plan.q_cluster);
-  p.stages = static_cast<int>(plan.q_stages);
-  W4A4_CUDA(LaunchQuantizeV2(p, device, stream));
+  p.is_unsigned = spec.act_unsigned != 0;
+  W4A4_CUDA(
+      LaunchQuantizeV2(plan.V2Path(), p, rank > 0 && dependent, stream));
   return Error::Success();
 }
 
@@ -526,11 +544,11 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
                  const PlanAttrs& plan, const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   const int64_t rank = Dim(g.lora_up, 1);
-  const int64_t blocks = spec.k_pad / spec.block_size;
-  W4A4_RETURN_IF_ERROR(Check("x", q.x, {DataType::BF16}, {kAny, spec.k}));
+  W4A4_RETURN_IF_ERROR(Check("x", q.x, kFloats, {kAny, spec.k}));
   W4A4_RETURN_IF_ERROR(CheckOptional("smooth", q.smooth, spec.k));
   W4A4_RETURN_IF_ERROR(CheckOptional("act_global_scale", q.global_scale, 1));
   if (rank > 0) {
+    W4A4_RETURN_IF_ERROR(Check("x", q.x, {DataType::BF16}, {kAny, spec.k}));
     W4A4_RETURN_IF_ERROR(
         Check("lora_down", q.lora_down, {DataType::BF16}, {spec.k, rank}));
     W4A4_RETURN_IF_ERROR(
@@ -538,8 +556,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
   }
   W4A4_RETURN_IF_ERROR(
       Check("packed", q.packed, {DataType::U8}, {0, spec.k_pad / 2}));
-  W4A4_RETURN_IF_ERROR(
-      Check("scales", q.scales, {DataType::F8E8M0FNU}, {0, blocks}));
+  W4A4_RETURN_IF_ERROR(CheckScales("scales", q.scales, 0, spec));
   W4A4_RETURN_IF_ERROR(
       Check("packed", g.weight, {DataType::U8}, {kAny, spec.k_pad / 2}));
   W4A4_RETURN_IF_ERROR(CheckScales("scales", g.weight_scale, n, spec));
@@ -563,7 +580,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
     W4A4_RETURN_IF_ERROR(CheckV2Types(g));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckDevice(
-        plan, std::max(plan.smem_bytes, plan.q_smem_bytes), &device));
+        plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(QuantizeFused(stream, q, g, w, plan, spec, device));
     return GemmV2(stream, g, w, plan, spec, device);

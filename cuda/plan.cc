@@ -5,6 +5,7 @@
 #include <sstream>
 #include <string>
 
+#include "sm90_down_v2.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
 
@@ -289,37 +290,56 @@ ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
   return p.IsV2() ? CheckV2Regions(p, rank) : CheckV1Regions(p, s, rank);
 }
 
+namespace {
+
+ffi::Error CheckQuantizerV2(const PlanAttrs& p, const SpecAttrs& s,
+                            int64_t rank) {
+  if (!p.IsV2() || s.k % 8 != 0 || rank % 16 != 0 || rank > kDownV2MaxRank ||
+      (rank > 0 && s.lora_smoothed != 0)) {
+    return Precondition(
+        "quantizer 2 takes k a multiple of 8 before kernel sm90_v2, rank a "
+        "multiple of 16 up to ", kDownV2MaxRank, ", LoRA-down on x; got kernel ",
+        p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
+        s.lora_smoothed);
+  }
+  const bool compiled = HasQuantizeV2(p.q_lane_chunks, p.q_warps);
+  if (!compiled || s.k > QuantizeV2MaxK(p.q_lane_chunks, p.q_warps) ||
+      p.q_rows != QuantizeV2Tokens(p.q_warps) || p.q_chunk_k != s.k_pad ||
+      p.q_threads != QuantizeV2Threads(p.q_warps) || p.q_smem_bytes != 0) {
+    return Precondition(
+        "plan gives quantizer 2 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
+        p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
+        " warps and ", p.q_lane_chunks, " lane chunks for k ", s.k,
+        "; it needs lane chunks and warps 4 and 4, 4 and 8, 8 and 8 or 8 and 16 "
+        "that hold k, all of k in one chunk, no dynamic shared memory");
+  }
+  if (rank == 0) {
+    return p.down_cluster == 0 ? ffi::Error::Success()
+                               : Precondition("plan launches LoRA-down, but "
+                                              "lora_down has rank 0");
+  }
+  const int64_t ring = DownV2StageBytes(rank) * p.down_stages;
+  const int64_t barriers = 16 * p.down_stages;
+  if (p.down_cluster < 1 || p.down_cluster > kDownV2MaxCluster ||
+      p.down_stages < 2 || p.down_stages > kDownV2MaxStages ||
+      p.off_down_barriers % 8 != 0 ||
+      p.off_down_barriers < std::max(ring, DownV2PartialBytes(rank)) ||
+      p.off_down_barriers + barriers > p.down_smem_bytes) {
+    return Precondition(
+        "plan gives LoRA-down cluster ", p.down_cluster, ", ", p.down_stages,
+        " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes,
+        " bytes; it needs cluster 1..", kDownV2MaxCluster, ", 2..",
+        kDownV2MaxStages, " stages, barriers behind ", ring, " bytes of ring and ",
+        DownV2PartialBytes(rank), " of partial sums at rank ", rank);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
-  if (p.QuantizerIsV2()) {
-    if (!p.IsV2() || s.format != static_cast<int64_t>(Format::kMxfp4) ||
-        s.k % 8 != 0 || rank % 16 != 0 || rank > kQuantizeV2MaxRank ||
-        (rank > 0 && s.lora_smoothed != 0)) {
-      return Precondition(
-          "quantizer 2 takes mxfp4 before kernel sm90_v2, k a multiple of 8, "
-          "rank a multiple of 16 up to ", kQuantizeV2MaxRank,
-          ", LoRA-down on x; got format ", s.format, ", kernel ", p.kernel,
-          ", k ", s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
-    }
-    const bool cluster_ok = p.q_cluster == 1 || p.q_cluster == 2 ||
-                            p.q_cluster == 4 || p.q_cluster == 8;
-    const bool launch_ok = cluster_ok && p.q_stages >= 2 && p.q_stages <= 4;
-    const int64_t needed =
-        launch_ok
-            ? GetQuantizeV2Layout(s.k, rank, p.q_cluster, p.q_stages).total_bytes
-            : 0;
-    if (!launch_ok || p.q_rows != kQuantizeV2Rows ||
-        p.q_chunk_k != kQuantizeV2StageK ||
-        p.q_threads != kQuantizeV2Threads || p.q_smem_bytes != needed) {
-      return Precondition(
-          "plan gives quantizer 2 ", p.q_rows, " rows, chunk ", p.q_chunk_k,
-          ", ", p.q_threads, " threads, ", p.q_smem_bytes, " bytes, cluster ",
-          p.q_cluster, ", ", p.q_stages, " stages; it needs ", kQuantizeV2Rows,
-          " rows, chunk ", kQuantizeV2StageK, ", ", kQuantizeV2Threads,
-          " threads, ", needed, " bytes, cluster 1 | 2 | 4 | 8, 2..4 stages");
-    }
-    return ffi::Error::Success();
-  }
+  if (p.QuantizerIsV2()) return CheckQuantizerV2(p, s, rank);
   const int64_t needed = QuantizeSmemBytes(rank > 0);
   if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
       p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||

@@ -37,8 +37,11 @@ struct PlanAttrs {
   // Bytes per stage.
   int64_t bytes_weight, bytes_act, bytes_weight_scale, bytes_act_scale,
       bytes_lora_up, bytes_lora_act, bytes_aux, bytes_store, bytes_barriers;
-  int64_t q_kernel, q_rows, q_chunk_k, q_threads, q_smem_bytes, q_cluster,
-      q_stages;
+  int64_t q_kernel, q_rows, q_chunk_k, q_threads, q_smem_bytes;
+  // Quantizer 2: warps that hold a token, pieces of eight values per lane; its
+  // launch of LoRA-down, 0 without one.
+  int64_t q_warps, q_lane_chunks, down_cluster, down_stages, down_smem_bytes,
+      off_down_barriers;
 
   bool IsV2() const {
     return kernel == static_cast<int64_t>(KernelId::kSm90V2);
@@ -98,7 +101,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("bytes_barriers"), StructMember<int64_t>("q_kernel"),
     StructMember<int64_t>("q_rows"), StructMember<int64_t>("q_chunk_k"),
     StructMember<int64_t>("q_threads"), StructMember<int64_t>("q_smem_bytes"),
-    StructMember<int64_t>("q_cluster"), StructMember<int64_t>("q_stages"));
+    StructMember<int64_t>("q_warps"), StructMember<int64_t>("q_lane_chunks"),
+    StructMember<int64_t>("down_cluster"), StructMember<int64_t>("down_stages"),
+    StructMember<int64_t>("down_smem_bytes"),
+    StructMember<int64_t>("off_down_barriers"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_w4a4::SpecAttrs, StructMember<int64_t>("format"),

@@ -1,59 +1,49 @@
-// MXFP4 activation quantizer of the v2 GEMM, with the low-rank down projection in the same pass.
+// Activation quantizer of the v2 GEMM: x (M, K) straight into the GEMM's activation layout.
 //
-// A cluster owns kRows tokens and splits K between its CTAs, so that one read of x fills the chip
-// even at M = 256 and every CTA still feeds 64-row MMAs. Per 64-k stage the copy engine brings x and
-// lora_down; the warpgroups issue their half of the ranks' MMAs and, under them, quantize the same
-// shared-memory tile. Codes (4 bits) and block exponents stay in shared memory until the row's
-// largest exponent is known across the cluster; then they are folded to e5m2 bytes in the GEMM's
-// permuted order (sm90_expand.cuh) and written. The down projection's partial sums are added over
-// the cluster in rank order: no atomics, the same bits in every run.
+// kWarps warps take one token and keep it in registers, kChunks pieces of eight values per lane, so x
+// is read once and nothing but the row's maximum passes between warps. Leading CTAs prepare the GEMM's
+// weight rows. LoRA-down is a launch of its own before this one (sm90_down_v2.cuh) and runs beside it:
+// the two share no data but x.
 //
-// The launch also carries the CTAs that prepare the GEMM's per-weight-row inputs.
-//
-// Compiled with -ftz=true: fp32 subnormals count as zero (docs/numerics.md), and here every product
-// that matters is a plain fp32 multiplication.
+// Chunk c of a token is k = 8 c .. 8 c + 7. Layouts of 8-bit and 16-bit operands: sm90_expand.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "formats.cuh"
 #include "sm90_expand.cuh"
-#include "sm90_pipeline.cuh"
+#include "sm90_gemm_v2.h"
 #include "sm90_ptx.cuh"
 #include "sm90_row_inputs.cuh"
-#include "sm90_wgmma.cuh"
 
 namespace jax_w4a4::sm90 {
 
-constexpr int kQuantizeRows = 64;
-constexpr int kQuantizeStageK = 64;
-constexpr int kQuantizeThreads = 288;  // two warpgroups and the loading warp
-constexpr int kQuantizeWarps = 8;      // that consume
-
-constexpr int kLargestScale = 252;
-
 struct QuantizeV2Args {
-  CUtensorMap x;          // (M, K) bf16, box 64 x 64, 128-byte swizzle
-  CUtensorMap lora_down;  // (K, R) bf16, box (32 or 64) x 64, 64- or 128-byte swizzle
-  const float* smooth;           // (K,) or null
-  const float* act_global_scale; // () or null
-  uint8_t* folded;        // (M, K128)
-  float* token_scale;     // (M,)
-  __nv_bfloat16* lora_act;  // (M, R)
+  const void* x;                  // (M, K)
+  const float* smooth;            // (K,) or null
+  const float* act_global_scale;  // () or null
+  uint8_t* act;                   // (M, 128 groups)
+  float* token_scale;             // (M,), paths that have one
   RowInputsArgs rows;
-  int prepare_ctas;  // leading CTAs that prepare weight rows, whole clusters
-  int m, k, rank;
-  int slice_groups;  // 128-k groups per CTA of a cluster
-  int floor_rule;    // 0 rceil, 1 floor
-  // From the plan.
-  int stages;
-  int stage_bytes;
-  int off_codes, code_pitch, off_exponents, off_reciprocal, off_row_max, off_barriers;
+  int prepare_ctas;
+  int m, k;
+  int groups;        // 128 bytes of the layout each, per token
+  DType x_dtype;     // where kX is not kBf16
+  bool floor_rule;   // mxfp4
+  bool is_unsigned;  // int4
+  bool wait;         // for the launch before this one, which runs beside it
 };
 
-// max(|a|, |b|) under the sign of a * b: one instruction, where fabsf on an assembly operand is two.
+// How x is read. kPlain: bf16 and neither smooth nor global scale. kAny: any dtype, with them.
+enum class Source { kPlain, kBf16, kAny };
+
+// ---- arithmetic: one instruction each ----
+
+// max(|a|, |b|) under the sign of a * b, where fabsf on an assembly operand is an instruction more.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
   float d;
   asm("max.xorsign.abs.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -67,304 +57,486 @@ __device__ __forceinline__ float max_magnitude_nan(float a, float b) {
   return d;
 }
 
-// The e8m0 byte of a block, 0 for a block that quantizes to zero.
-__device__ __forceinline__ int block_scale(float amax, bool floor_rule) {
-  const float t = amax * (1.0f / 6.0f);
-  const uint32_t bits = __float_as_uint(t);
-  int byte = floor_rule ? static_cast<int>(__float_as_uint(amax) >> 23) - 2
-                        : static_cast<int>(bits >> 23) + ((bits & 0x7FFFFF) != 0 ? 1 : 0);
-  byte = min(max(byte, 1), kLargestScale);
-  if (bits < 0x00800000) byte = 0;
-  return amax != amax ? kNanScale : byte;
+__device__ __forceinline__ uint32_t max_magnitude_nan_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
 }
 
-// The e2m1 code of |u| <= 6, to nearest, ties to even, in the low three bits; higher bits are junk.
-// Adding 2^(e + 22), e = max(exponent of u, 0), rounds |u| to multiples of 2^(e - 1), of which the
-// code is the count plus 2 e. The 6 makes the constants of s and s >> 22 vanish modulo 8. Power and
-// sum carry u's sign, since a fused multiply-add takes no magnitudes.
-__device__ __forceinline__ uint32_t e2m1_code(float u) {
-  const float at_least_one = max_magnitude(u, 1.0f);
-  uint32_t power_bits;
-  // (x & mask) | 6 in one instruction; from C++ it becomes two, one per immediate.
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
-      : "=r"(power_bits)
-      : "r"(__float_as_uint(at_least_one)), "r"(0xFF800000u), "r"(6u));
-  const float power = __uint_as_float(power_bits);
-  const uint32_t s = __float_as_uint(fmaf(power, 4194304.0f, u));
-  return s + (s >> 22);
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
 }
 
-// Codes and signs of elements 0, 2, 4, 6 or 1, 3, 5, 7 as one nibble per byte.
-__device__ __forceinline__ uint32_t nibble_bytes(float u0, float u1, float u2, float u3) {
-  const uint32_t codes = prmt(prmt(e2m1_code(u0), e2m1_code(u1), 0x0040),
-                              prmt(e2m1_code(u2), e2m1_code(u3), 0x0040), 0x5410);
-  const uint32_t signs =
-      prmt(prmt(__float_as_uint(u0), __float_as_uint(u1), 0x0073),
-           prmt(__float_as_uint(u2), __float_as_uint(u3), 0x0073), 0x5410);
-  return (codes & 0x07070707u) | ((signs >> 4) & 0x08080808u);
+// Subnormal operands and results count as zero (docs/numerics.md).
+__device__ __forceinline__ float multiply_flush(float a, float b) {
+  float d;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
 }
 
-// Splits the packed pair exactly.
-__device__ __forceinline__ void unpack_bf16(uint32_t pair, float& lo, float& hi) {
-  lo = __uint_as_float(pair << 16);
-  hi = __uint_as_float(pair & 0xFFFF0000u);
+__device__ __forceinline__ float reciprocal_flush(float a) {
+  float d;
+  asm("rcp.rn.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
+  return d;
 }
 
-// ---- roles ----
+// Rounds |u| <= 6 unit to e2m1 times unit, a power of two or zero: adding 2^(e + 22), e the exponent of
+// max(|u|, unit), rounds to multiples of 2^(e - 1), ties to even. Power and sum carry u's sign.
+__device__ __forceinline__ float round_e2m1(float u, float unit) {
+  const float power = __uint_as_float(__float_as_uint(max_magnitude(u, unit)) & 0xFF800000u);
+  return fmaf(power, -4194304.0f, fmaf(power, 4194304.0f, u));
+}
 
-template <int kRanks>  // per warpgroup
-__device__ __forceinline__ void load_slice(const QuantizeV2Args& args, uint32_t smem, Ring ring,
-                                           int m0, int k0, int steps) {
-  constexpr int kBoxRanks = kRanks == 32 ? 32 : 64;
-  constexpr int kBoxes = 2 * kRanks / kBoxRanks;
-  constexpr uint32_t kXBytes = kQuantizeRows * kQuantizeStageK * 2;
-  constexpr uint32_t kBoxBytes = kQuantizeStageK * kBoxRanks * 2;
-  RingState stage;
-  for (int step = 0; step < steps; ++step) {
-    const uint32_t full = ring.acquire(stage, kXBytes + kBoxes * kBoxBytes);
-    const uint32_t slot = smem + stage.slot * args.stage_bytes;
-    const int k = k0 + step * kQuantizeStageK;
-    tma_load_2d(slot, &args.x, full, k, m0);
+__device__ __forceinline__ float clamp(float v, float low, float high) {
+  return fminf(fmaxf(v, low), high);
+}
+
+// 1 / divisor in two floats: v * high + v * low has v / divisor's value to 2^-45, so its rounding to
+// fp32 is that of the correctly rounded quotient wherever a code could change. 0 for a zero divisor.
+struct Quotient {
+  float high, low;
+
+  __device__ __forceinline__ explicit Quotient(float divisor) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(divisor));
+    high = fmaf(fmaf(-divisor, high, 1.0f), high, high);
+    low = fmaf(-divisor, high, 1.0f) * high;
+    if (divisor == 0.0f) high = low = 0.0f;
+  }
+
+  // |v| must be finite.
+  __device__ __forceinline__ float operator()(float v) const { return fmaf(v, high, v * low); }
+};
+
+__device__ __forceinline__ uint32_t pack_e5m2(const float* v) {
+  uint32_t d;
+  asm("{\n"
+      ".reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};\n"
+      "}\n"
+      : "=r"(d)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t pack_e4m3(const float* v) {
+  uint32_t d;
+  asm("{\n"
+      ".reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};\n"
+      "}\n"
+      : "=r"(d)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+  return d;
+}
+
+// Rounds to integers: adding 1.5 * 2^23 leaves them, as two's complement, in the low byte.
+__device__ __forceinline__ uint32_t pack_s8(const float* v) {
+  uint32_t b[4];
 #pragma unroll
-    for (int b = 0; b < kBoxes; ++b) {
-      tma_load_2d(slot + kXBytes + b * kBoxBytes, &args.lora_down, full, b * kBoxRanks, k);
+  for (int i = 0; i < 4; ++i) b[i] = __float_as_uint(v[i] + 12582912.0f);
+  return prmt(prmt(b[0], b[1], 0x0040), prmt(b[2], b[3], 0x0040), 0x5410);
+}
+
+// ---- one chunk of x ----
+
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ void unpack_bf16(const uint4& raw, float (&v)[8]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = __uint_as_float(words[i] << 16);
+    v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+  }
+}
+
+// Chunks of one token in a lane: packed as loaded, or (not kPlain) as the values that are quantized.
+template <Source kSource, int kChunks>
+struct Chunks {
+  static constexpr bool kPlain = kSource == Source::kPlain;
+  uint4 raw[kPlain ? kChunks : 1];
+  float value[kPlain ? 1 : kChunks][8];
+
+  __device__ __forceinline__ void get(int i, float (&v)[8]) const {
+    if constexpr (kPlain) {
+      unpack_bf16(raw[i], v);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = value[i][j];
     }
-    ring.advance(stage);
   }
-}
 
-// Quantizes this thread's 16 elements (half of a block) of one stage; returns the block's byte.
-template <bool kSmooth, bool kGlobal>
-__device__ __forceinline__ int quantize_half_block(const QuantizeV2Args& args, uint32_t tile,
-                                                   uint32_t reciprocal, int row, int part,
-                                                   float global_inverse,
-                                                   uint32_t (&words)[2]) {
-  float v[16];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t chunk = (2 * part + i) ^ (row % 8);
-    const uint4 raw = load_shared_v4(tile + row * 128 + chunk * 16);
-    unpack_bf16(raw.x, v[8 * i + 0], v[8 * i + 1]);
-    unpack_bf16(raw.y, v[8 * i + 2], v[8 * i + 3]);
-    unpack_bf16(raw.z, v[8 * i + 4], v[8 * i + 5]);
-    unpack_bf16(raw.w, v[8 * i + 6], v[8 * i + 7]);
-  }
-  if constexpr (kSmooth) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 r = load_shared_f4(reciprocal + (16 * part + 4 * i) * 4);
-      v[4 * i + 0] *= r.x;
-      v[4 * i + 1] *= r.y;
-      v[4 * i + 2] *= r.z;
-      v[4 * i + 3] *= r.w;
+  // The largest magnitude, or with `is_unsigned` the largest value above zero; NaN if there is one.
+  __device__ __forceinline__ float largest(int i, bool is_unsigned = false) const {
+    float v[8];
+    if (kPlain && !is_unsigned) {
+      const uint4& r = raw[i];
+      const uint32_t both = max_magnitude_nan_bf16x2(max_magnitude_nan_bf16x2(r.x, r.y),
+                                                     max_magnitude_nan_bf16x2(r.z, r.w));
+      return fabsf(max_magnitude_nan(__uint_as_float(both << 16),
+                                     __uint_as_float(both & 0xFFFF0000u)));
     }
-  }
-  if constexpr (kGlobal) {
+    get(i, v);
+    float m = is_unsigned ? max_nan(v[0], 0.0f) : v[0];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] *= global_inverse;
+    for (int j = 1; j < 8; ++j) m = is_unsigned ? max_nan(m, v[j]) : max_magnitude_nan(m, v[j]);
+    return fabsf(m);
   }
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) amax = max_magnitude_nan(amax, v[i]);
-  amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1)));
+};
 
-  const int byte = block_scale(amax, args.floor_rule);
-  const float inverse = byte == 0 ? 0.0f : __int_as_float((254 - min(byte, 253)) << 23);
+// x * (1 / smooth) * (1 / global scale), both reciprocals rounded once.
+template <Source kSource, int kChunks, int kWarps>
+__device__ __forceinline__ void load_token(const QuantizeV2Args& args, int64_t token, int first,
+                                           Chunks<kSource, kChunks>& x) {
+  const int chunks = args.k / 8;
+  const int64_t start = token * args.k;
+  uint4 raw[kChunks][kSource == Source::kAny ? 2 : 1];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] *= inverse;
-  // Only the floor rule, Inf and NaN leave the range that e2m1_code handles.
-  if (!(amax * inverse <= 6.5f)) {
+  for (int i = 0; i < kChunks; ++i) {
+    const int c = first + i * 32 * kWarps;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = fminf(fmaxf(v[i], -6.0f), 6.0f);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* u = v + 8 * i;
-    words[i] = nibble_bytes(u[0], u[2], u[4], u[6]) | (nibble_bytes(u[1], u[3], u[5], u[7]) << 4);
-  }
-  return byte;
-}
-
-// The stage loop of a consumer warp: MMAs for this warpgroup's ranks, quantization under them.
-template <int kRanks, bool kSmooth, bool kGlobal>
-__device__ __forceinline__ int quantize_slice(const QuantizeV2Args& args, uint32_t smem,
-                                              const Ring& ring, int steps, int warp, uint32_t lane,
-                                              float (&acc)[kRanks == 0 ? 1 : kRanks / 2]) {
-  constexpr int kBlockBytes = kRanks == 32 ? 64 : 128;
-  constexpr uint32_t kXBytes = kQuantizeRows * kQuantizeStageK * 2;
-  const int row = 8 * warp + lane / 4;
-  const int part = lane % 4;  // half-blocks of the stage's two blocks
-  const float global_inverse = kGlobal ? Reciprocal(*args.act_global_scale) : 1.0f;
-  int largest = 0;
-  RingState stage;
-  for (int step = 0; step < steps; ++step) {
-    ring.wait_full(stage);
-    const uint32_t slot = smem + stage.slot * args.stage_bytes;
-    if constexpr (kRanks > 0) {
-      const uint64_t x = matrix_descriptor<128>(slot);
-      const uint64_t down = nmajor_descriptor<kBlockBytes>(
-          slot + kXBytes + warp / 4 * kRanks * kQuantizeStageK * 2, kQuantizeStageK * kBlockBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < kQuantizeStageK / 16; ++s) {
-        Wgmma<kRanks>::ss_bf16_nmajor(acc, x + 2 * s, down + s * 16 * kBlockBytes / 16,
-                                      step > 0 || s > 0);
+    for (auto& part : raw[i]) part = make_uint4(0, 0, 0, 0);
+    if (c < chunks) {
+      if constexpr (kSource == Source::kAny) {
+        const int width = args.x_dtype == DType::kF32 ? 4 : 2;
+        const uint8_t* at = static_cast<const uint8_t*>(args.x) + (start + c * 8) * width;
+        raw[i][0] = load_stream(at);
+        if (width == 4) raw[i][1] = load_stream(at + 16);
+      } else {
+        raw[i][0] = load_stream(static_cast<const __nv_bfloat16*>(args.x) + start + c * 8);
       }
-      wgmma_commit();
-    }
-    uint32_t words[2];
-    const int byte = quantize_half_block<kSmooth, kGlobal>(
-        args, slot, smem + args.off_reciprocal + step * kQuantizeStageK * 4, row, part,
-        global_inverse, words);
-    largest = max(largest, byte);
-    // Codes: [row][128-group][word s of the block][block q], what one thread folds is contiguous.
-    const int q = step % 2 * 2 + part / 2;
-    const uint32_t codes = smem + args.off_codes + row * args.code_pitch + step / 2 * 64 + q * 4 +
-                           part % 2 * 32;
-    store_shared_u32(codes, words[0]);
-    store_shared_u32(codes + 16, words[1]);
-    if (part % 2 == 0) {
-      store_shared_u8(smem + args.off_exponents + row * args.slice_groups * 4 + step / 2 * 4 + q,
-                      byte);
-    }
-    if constexpr (kRanks > 0) wgmma_wait<0>();
-    __syncwarp();
-    ring.release<1>(stage.slot, lane);
-    ring.advance(stage);
-  }
-  // The four lanes of a row.
-  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-  return max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-}
-
-// Folds the slice's codes with each row's cluster-wide base and writes them in the GEMM's order.
-__device__ __forceinline__ void write_folded(const QuantizeV2Args& args, uint32_t smem, int m0,
-                                             int k0, int groups, int warp, int lane,
-                                             uint32_t ranks) {
-  const int pitch = (args.k + 127) / 128 * 128;
-  for (int row = warp; row < kQuantizeRows && m0 + row < args.m; row += kQuantizeWarps) {
-    int largest = 0;
-    for (uint32_t r = 0; r < ranks; ++r) {
-      largest = max(largest, static_cast<int>(
-                                 load_cluster_u32(smem + args.off_row_max + row * 4, r)));
-    }
-    if (k0 == 0 && lane == 0) {
-      args.token_scale[m0 + row] = largest == kNanScale ? __int_as_float(kFloatNan)
-                                                        : power_of_two(fold_exponent(largest));
-    }
-    const E8m0RowFold fold(largest - kFoldSpan);
-    uint8_t* out = args.folded + static_cast<int64_t>(m0 + row) * pitch + k0;
-    for (int i = lane; i < groups * 4; i += 32) {
-      const int group = i / 4;
-      const uint4 words =
-          load_shared_v4(smem + args.off_codes + row * args.code_pitch + i * 16);
-      const uint32_t bytes =
-          load_shared_u32(smem + args.off_exponents + (row * args.slice_groups + group) * 4);
-      uint4 half0, half1;
-      expand_e2m1_e5m2(words.x, fold.block(bytes & 0xFF), half0.x, half1.x);
-      expand_e2m1_e5m2(words.y, fold.block(bytes >> 8 & 0xFF), half0.y, half1.y);
-      expand_e2m1_e5m2(words.z, fold.block(bytes >> 16 & 0xFF), half0.z, half1.z);
-      expand_e2m1_e5m2(words.w, fold.block(bytes >> 24), half0.w, half1.w);
-      reinterpret_cast<uint4*>(out + i * 32)[0] = half0;
-      reinterpret_cast<uint4*>(out + i * 32)[1] = half1;
     }
   }
-}
-
-// Adds the cluster's partial down projections, each CTA its share of the tokens.
-template <int kRanks>
-__device__ __forceinline__ void write_lora_act(const QuantizeV2Args& args, uint32_t smem, int m0,
-                                               uint32_t rank, uint32_t ranks) {
-  constexpr int kPitch = 2 * kRanks + 8;
-  const int share = kQuantizeRows / ranks;
-  for (int i = threadIdx.x; i < share * kRanks; i += 32 * kQuantizeWarps) {
-    const int row = rank * share + i / kRanks;
-    const int r = i % kRanks * 2;
-    if (m0 + row >= args.m || r >= args.rank) continue;
-    float2 sum = make_float2(0.0f, 0.0f);
-    for (uint32_t peer = 0; peer < ranks; ++peer) {
-      const float2 v = load_cluster_f2(smem + (row * kPitch + r) * 4, peer);
-      sum.x += v.x;
-      sum.y += v.y;
-    }
-    *reinterpret_cast<__nv_bfloat162*>(args.lora_act + static_cast<int64_t>(m0 + row) * args.rank +
-                                       r) = __floats2bfloat162_rn(sum.x, sum.y);
-  }
-}
-
-// Grid: prepare_ctas, then one cluster per kRows tokens. Cluster size is a launch attribute.
-// kRanks: ranks per warpgroup, 0 without a low-rank branch.
-template <int kRanks, bool kSmooth, bool kGlobal>
-__global__ void __launch_bounds__(kQuantizeThreads, kRanks == 128 ? 1 : 2)
-    quantize_v2_kernel(const __grid_constant__ QuantizeV2Args args) {
-  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
-  const uint32_t smem = smem_address(dynamic_smem);
-  const int warp = threadIdx.x / 32;
-  const uint32_t lane = threadIdx.x % 32;
-  grid_dependency_launch();
-
-  if (static_cast<int>(blockIdx.x) < args.prepare_ctas) {
-    write_rows<Format::kMxfp4>(args.rows, blockIdx.x, warp, kQuantizeThreads / 32, lane);
-    return;
-  }
-
-  const uint32_t rank = cluster_rank();
-  uint32_t ranks;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-  const int m0 = (blockIdx.x - args.prepare_ctas) / ranks * kQuantizeRows;
-  const int k0 = rank * args.slice_groups * 128;
-  const int all_groups = (args.k + 127) / 128;
-  const int groups = max(0, min(args.slice_groups, all_groups - static_cast<int>(rank) *
-                                                                    args.slice_groups));
-  const int steps = 2 * groups;
-  const Ring ring(smem + args.off_barriers, args.stages);
-
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&args.x);
-    if (kRanks > 0) prefetch_tensor_map(&args.lora_down);
-    ring.init(kQuantizeWarps);
-    fence_mbarrier_init();
-  }
-  if constexpr (kSmooth) {
-    for (int i = threadIdx.x; i < groups * 128; i += kQuantizeThreads) {
-      const float s = k0 + i < args.k ? args.smooth[k0 + i] : 1.0f;
-      store_shared_u32(smem + args.off_reciprocal + i * 4, __float_as_uint(Reciprocal(s)));
-    }
-  }
-  __syncthreads();
-
-  if (warp == kQuantizeWarps) {
-    if (lane == 0) load_slice<kRanks>(args, smem, ring, m0, k0, steps);
-    __syncwarp();
+  if constexpr (kSource == Source::kPlain) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) x.raw[i] = raw[i][0];
   } else {
-    float acc[kRanks == 0 ? 1 : kRanks / 2] = {};
-    const int largest =
-        quantize_slice<kRanks, kSmooth, kGlobal>(args, smem, ring, steps, warp, lane, acc);
-    if (lane % 4 == 0) {
-      store_shared_u32(smem + args.off_row_max + (8 * warp + lane / 4) * 4, largest);
-    }
-    if constexpr (kRanks > 0) {
-      // The partial sums reuse the ring: every warp must be through with it.
-      named_barrier_sync(1, 32 * kQuantizeWarps);
-      constexpr int kPitch = 2 * kRanks + 8;  // floats; eight apart, so that rows miss each other
-      const int row = warp % 4 * 16 + lane / 4;
-      const int first = warp / 4 * kRanks + lane % 4 * 2;
-      pin(acc);
+    const bool has_global = args.act_global_scale != nullptr;
+    const float global = has_global ? reciprocal_flush(*args.act_global_scale) : 1.0f;
 #pragma unroll
-      for (int j = 0; j < kRanks / 8; ++j) {
-        store_shared_v2(smem + (row * kPitch + first + 8 * j) * 4, acc[4 * j], acc[4 * j + 1]);
-        store_shared_v2(smem + ((row + 8) * kPitch + first + 8 * j) * 4, acc[4 * j + 2],
-                        acc[4 * j + 3]);
+    for (int i = 0; i < kChunks; ++i) {
+      float(&v)[8] = x.value[i];
+      if (kSource == Source::kAny && args.x_dtype == DType::kF32) {
+        const float4 a = reinterpret_cast<const float4&>(raw[i][0]);
+        const float4 b = reinterpret_cast<const float4&>(raw[i][kSource == Source::kAny]);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+      } else if (kSource == Source::kAny && args.x_dtype == DType::kF16) {
+        const __half2* h = reinterpret_cast<const __half2*>(&raw[i][0]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = __half22float2(h[j]);
+          v[2 * j] = pair.x;
+          v[2 * j + 1] = pair.y;
+        }
+      } else {
+        unpack_bf16(raw[i][0], v);
+      }
+      const int c = first + i * 32 * kWarps;
+      if (args.smooth != nullptr && c < chunks) {
+        const float4* smooth = reinterpret_cast<const float4*>(args.smooth) + 2 * c;
+        const float4 s[2] = {__ldg(smooth), __ldg(smooth + 1)};
+        const float divisors[8] = {s[0].x, s[0].y, s[0].z, s[0].w,
+                                   s[1].x, s[1].y, s[1].z, s[1].w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], reciprocal_flush(divisors[j]));
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], global);
+    }
+  }
+}
+
+// ---- exchanges ----
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
+// Largest over a token's warps. `slots`: kWarps words, not reused before the token after next.
+template <int kWarps>
+__device__ __forceinline__ uint32_t token_max(uint32_t v, uint32_t* slots, int part, int lane,
+                                              int barrier) {
+  v = __reduce_max_sync(kAllLanes, v);
+  if (lane == 0) slots[part] = v;
+  named_barrier_sync(barrier, 32 * kWarps);
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) v = max(v, slots[i]);
+  return v;
+}
+
+// Words of k 0..3 and 4..7 of a chunk to their places: halves h = 0 and 1 of step s = lane % 4 of the
+// 128-k group, four bytes for each block q = lane / 4 % 4. Lanes of neighbouring blocks swap halves, so
+// that each stores eight bytes.
+__device__ __forceinline__ void store_8bit(uint8_t* group, uint32_t word0, uint32_t word1, int lane,
+                                           bool inside) {
+  const int q = lane / 4 % 4;
+  const bool odd = q % 2 == 1;
+  const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? word0 : word1, 4);
+  const uint2 pair = odd ? make_uint2(other, word1) : make_uint2(word0, other);
+  uint8_t* at = group + 32 * (lane % 4) + (odd ? 16 + 4 * (q - 1) : 4 * q);
+  if (inside) *reinterpret_cast<uint2*>(at) = pair;
+}
+
+// Pairs (k, k + 4) of a chunk, k = 0..3, are word w = k of block q = lane / 2 % 4 in half lane % 2 of
+// the 64-k group, at 64 (lane % 2) + 16 w + 4 q. The four lanes of a half transpose them, so that lane
+// q stores word q of every block: 16 bytes.
+__device__ __forceinline__ void store_16bit(uint8_t* group, uint32_t (&w)[4], int lane,
+                                            bool inside) {
+  const bool q0 = lane & 2;
+  const bool q1 = lane & 4;
+  const uint32_t a = __shfl_xor_sync(kAllLanes, q0 ? w[0] : w[1], 2);
+  const uint32_t b = __shfl_xor_sync(kAllLanes, q0 ? w[2] : w[3], 2);
+  (q0 ? w[0] : w[1]) = a;
+  (q0 ? w[2] : w[3]) = b;
+  const uint32_t c = __shfl_xor_sync(kAllLanes, q1 ? w[0] : w[2], 4);
+  const uint32_t d = __shfl_xor_sync(kAllLanes, q1 ? w[1] : w[3], 4);
+  (q1 ? w[0] : w[2]) = c;
+  (q1 ? w[1] : w[3]) = d;
+  uint8_t* at = group + 64 * (lane % 2) + 16 * (lane / 2 % 4);
+  if (inside) *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// ---- one token ----
+
+// Where a lane stands in its token.
+struct Place {
+  int part, lane;    // warp of the token, lane
+  uint32_t* slots;   // for token_max
+  int barrier;
+};
+
+template <int kWarps>
+__device__ __forceinline__ int chunk_of(const Place& at, int i) {
+  return at.part * 32 + at.lane + i * 32 * kWarps;
+}
+
+// e5m2, blocks of four lanes. The fold cancels a block's own scale: every value of the token is
+// multiplied by one power of two and rounded on the grid of its block, 2^(offset - kFoldBias).
+template <int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const X& x, int token,
+                                               uint8_t* out, const Place& at) {
+  constexpr int kLargestScale = 252;  // so that 6 times the scale is finite
+  uint32_t bytes[(kChunks + 3) / 4];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float amax = x.largest(i);
+    amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
+    amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 2)));
+    const uint32_t t = __float_as_uint(multiply_flush(amax, 1.0f / 6.0f));
+    int byte = args.floor_rule ? static_cast<int>(__float_as_uint(amax) >> 23) - 2
+                               : static_cast<int>((t + 0x7FFFFF) >> 23);
+    byte = min(max(byte, 1), kLargestScale);
+    if (t == 0) byte = 0;
+    if (amax != amax) byte = kNanScale;
+    largest = max(largest, static_cast<uint32_t>(byte));
+    bytes[i / 4] = i % 4 == 0 ? byte : bytes[i / 4] | byte << 8 * (i % 4);
+  }
+  largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
+  const int base = static_cast<int>(largest) - kFoldSpan;
+  if (at.part == 0 && at.lane == 0) {
+    args.token_scale[token] = largest == kNanScale ? __int_as_float(kFloatNan)
+                                                   : power_of_two(fold_exponent(largest));
+  }
+  // In two factors where one would overflow: the largest block scale is below 2^-114.
+  const int exponent = 127 - base - kFoldBias;
+  const float factor = power_of_two(min(exponent, 127));
+  const float more = power_of_two(max(exponent - 127, 0));
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float v[8];
+    x.get(i, v);
+    if (exponent > 127) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], more);
+    }
+    const int byte = bytes[i / 4] >> 8 * (i % 4) & 0xFF;
+    const bool flushed = byte < base || byte == 0;
+    const float unit = flushed ? 0.0f : power_of_two(byte - base - kFoldBias);
+    const float scale = flushed ? 0.0f : factor;
+    float r[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      // Clamped: the floor rule and Inf leave the range.
+      r[j] = round_e2m1(clamp(multiply_flush(v[j], scale), -6.0f * unit, 6.0f * unit), unit);
+    }
+    const int c = chunk_of<kWarps>(at, i);
+    store_8bit(out + c / 16 * 128, pack_e5m2(r), pack_e5m2(r + 4), at.lane, c / 16 < args.groups);
+  }
+}
+
+// The e4m3 scale of a block of two lanes, as a float, and its byte.
+__device__ __forceinline__ float block_scale_nvfp4(float amax, uint32_t& byte) {
+  amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
+  uint32_t pair;  // two fp16, the value in the lower
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(bytes)
+      : "f"(0.0f), "f"(multiply_flush(amax, 1.0f / 6.0f)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(bytes));
+  byte = bytes & 0xFF;
+  return __half2float(__ushort_as_half(pair & 0xFFFF));
+}
+
+// e2m1 times the block scale, exact in fp32. A NaN scale makes NaNs.
+__device__ __forceinline__ void round_nvfp4(float (&v)[8], float scale) {
+  const Quotient quotient(scale);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    v[j] = round_e2m1(quotient(clamp(v[j], -6.0f * scale, 6.0f * scale)), 1.0f) * scale;
+  }
+}
+
+// bf16, exact.
+template <int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_nvfp4(const QuantizeV2Args& args, const X& x, uint8_t* out,
+                                               const Place& at) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    uint32_t byte;
+    const float scale = block_scale_nvfp4(x.largest(i), byte);
+    float v[8];
+    x.get(i, v);
+    round_nvfp4(v, scale);
+    uint32_t words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      words[j] = prmt(__float_as_uint(v[j]), __float_as_uint(v[j + 4]), 0x7632);
+    }
+    const int c = chunk_of<kWarps>(at, i);
+    store_16bit(out + c / 8 * 128, words, at.lane, c / 8 < args.groups);
+  }
+}
+
+// e4m3 of the exact values over a power of two that the token's largest scale decides.
+template <int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& args, const X& x,
+                                                       int token, uint8_t* out, const Place& at) {
+  float scales[kChunks];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    uint32_t byte;
+    scales[i] = block_scale_nvfp4(x.largest(i), byte);
+    largest = max(largest, byte & 0x7F);
+  }
+  largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
+  const int exponent = rounded_exponent(rounded_base(largest));
+  if (at.part == 0 && at.lane == 0) {
+    args.token_scale[token] =
+        largest == 0x7F ? __int_as_float(kFloatNan) : power_of_two(exponent);
+  }
+  const float inverse = power_of_two(-exponent);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float v[8];
+    x.get(i, v);
+    round_nvfp4(v, scales[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] *= inverse;
+    const int c = chunk_of<kWarps>(at, i);
+    store_8bit(out + c / 16 * 128, pack_e4m3(v), pack_e4m3(v + 4), at.lane, c / 16 < args.groups);
+  }
+}
+
+// Integers as bytes, one scale per token.
+template <int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_int4(const QuantizeV2Args& args, const X& x, int token,
+                                              uint8_t* out, const Place& at) {
+  uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    largest = max(largest, __float_as_uint(x.largest(i, args.is_unsigned)));
+  }
+  largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
+  const BlockScale scale = ChooseInt4Scale(largest, args.is_unsigned, args.rows.scale_dtype);
+  if (at.part == 0 && at.lane == 0) args.token_scale[token] = Flush(scale.factor);
+  const Quotient quotient(scale.live ? scale.factor : 0.0f);
+  const float low = args.is_unsigned ? 0.0f : -8.0f;
+  const float high = args.is_unsigned ? 15.0f : 7.0f;
+  // A power of two times the scale, which the scale's cap keeps finite, so that Inf has a quotient.
+  const float bound = (args.is_unsigned ? 16.0f : 8.0f) * scale.factor;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float v[8];
+    x.get(i, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = clamp(quotient(clamp(v[j], -bound, bound)), low, high);
+    const int c = chunk_of<kWarps>(at, i);
+    store_8bit(out + c / 16 * 128, pack_s8(v), pack_s8(v + 4), at.lane, c / 16 < args.groups);
+  }
+}
+
+// ---- kernel ----
+
+constexpr int kQuantizeThreads = 256;
+
+// Threads of a CTA and tokens they take.
+constexpr int quantize_threads(int warps) { return warps > 8 ? 32 * warps : kQuantizeThreads; }
+constexpr int quantize_tokens(int warps) { return quantize_threads(warps) / 32 / warps; }
+// CTAs per SM that registers must leave room for: loads in flight hide the memory's latency.
+constexpr int quantize_blocks(Source source, int chunks, int warps) {
+  const bool plain = source == Source::kPlain;
+  const int threads = chunks == 4 ? (plain ? 1536 : 1024) : (plain ? 1024 : 512);
+  return threads / quantize_threads(warps);
+}
+
+template <GemmV2Path kPath>
+__device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, int warps) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if constexpr (kPath == GemmV2Path::kInt4Row) {
+    write_int4_row_inputs(args.rows, blockIdx.x * 32 * warps + threadIdx.x);
+  } else {
+    constexpr Format kFormat =
+        kPath == GemmV2Path::kMxfp4 ? Format::kMxfp4 : Format::kNvfp4;
+    write_rows<kFormat>(args.rows, blockIdx.x, warp, warps, lane);
+  }
+}
+
+// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout.
+template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
+__global__ void __launch_bounds__(quantize_threads(kWarps),
+                                  quantize_blocks(kSource, kChunks, kWarps))
+    quantize_v2_kernel(const __grid_constant__ QuantizeV2Args args) {
+  constexpr int kTokens = quantize_tokens(kWarps);
+  __shared__ uint32_t slots[kTokens][kWarps];
+  grid_dependency_launch();
+  if (static_cast<int>(blockIdx.x) < args.prepare_ctas) {
+    prepare_weight_rows<kPath>(args, quantize_threads(kWarps) / 32);
+  } else {
+    const int warp = threadIdx.x / 32;
+    const int local = warp / kWarps;
+    const int token = (blockIdx.x - args.prepare_ctas) * kTokens + local;
+    const Place at = {warp % kWarps, static_cast<int>(threadIdx.x % 32), slots[local], 1 + local};
+    if (token < args.m) {
+      Chunks<kSource, kChunks> x;
+      load_token<kSource, kChunks, kWarps>(args, token, chunk_of<kWarps>(at, 0), x);
+      uint8_t* out = args.act + static_cast<int64_t>(token) * args.groups * 128;
+      if constexpr (kPath == GemmV2Path::kMxfp4) {
+        quantize_mxfp4<kChunks, kWarps>(args, x, token, out, at);
+      } else if constexpr (kPath == GemmV2Path::kNvfp4) {
+        quantize_nvfp4<kChunks, kWarps>(args, x, out, at);
+      } else if constexpr (kPath == GemmV2Path::kNvfp4Rounded) {
+        quantize_nvfp4_rounded<kChunks, kWarps>(args, x, token, out, at);
+      } else {
+        quantize_int4<kChunks, kWarps>(args, x, token, out, at);
       }
     }
   }
-  cluster_sync();
-  if (warp < kQuantizeWarps) {
-    write_folded(args, smem, m0, k0, groups, warp, lane, ranks);
-    if constexpr (kRanks > 0) write_lora_act<kRanks>(args, smem, m0, rank, ranks);
-  }
-  // Peers read this CTA's row maxima and partial sums until here.
-  cluster_sync();
+  // The GEMM waits for this launch only, so this one answers for the launch beside it.
+  if (args.wait) grid_dependency_wait();
 }
 
 }  // namespace jax_w4a4::sm90

@@ -256,16 +256,7 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
   args.scales = static_cast<const uint8_t*>(p.scales);
   args.act = static_cast<uint8_t*>(p.act);
   args.token_scale = p.token_scale;
-  args.rows = {static_cast<const uint8_t*>(p.weight.weight_scale),
-               p.weight.weight_global_scale,
-               p.weight.act_global_scale,
-               p.weight.channel_scale,
-               p.weight.bias,
-               static_cast<sm90::RowInputs*>(p.weight.rows),
-               static_cast<int>(p.weight.n),
-               blocks,
-               p.weight.scale_dtype,
-               path == GemmV2Path::kNvfp4Rounded};
+  args.rows = sm90::row_inputs_args(path, p.weight, blocks);
   args.prepare_ctas = CeilDiv(p.weight.n, path == GemmV2Path::kInt4Row
                                               ? kThreads
                                               : sm90::kRowsPerPrepareCta);

@@ -7,6 +7,7 @@
 #include "element.cuh"
 #include "formats.cuh"
 #include "sm90_expand.cuh"
+#include "sm90_repack_v2.h"
 
 namespace jax_w4a4::sm90 {
 
@@ -31,6 +32,20 @@ struct RowInputsArgs {
   DType scale_dtype;  // of int4
   bool rounded;       // nvfp4: the base and the power of two of RoundedRowFold
 };
+
+// `blocks`: block scales per weight row.
+inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, int blocks) {
+  return {static_cast<const uint8_t*>(p.weight_scale),
+          p.weight_global_scale,
+          p.act_global_scale,
+          p.channel_scale,
+          p.bias,
+          static_cast<RowInputs*>(p.rows),
+          static_cast<int>(p.n),
+          blocks,
+          p.scale_dtype,
+          path == GemmV2Path::kNvfp4Rounded};
+}
 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
 constexpr int kNanScale = 255;          // e8m0

@@ -556,14 +556,22 @@ def _activation_reason(call: Call) -> tuple[str, ...]:
 
 def _quantizer_title(plan: Plan) -> str:
     q = plan.quantizer
-    who = "CTA" if q.cluster == 1 else f"{q.cluster} CTAs"
-    ring = f", {q.stages} stages" if q.stages else ""
-    to = ""
-    if budget.DESIGNS[plan.kernel].private_layout:
-        to = " into the gemm's layout" if q.kernel == 2 else ", then a pass into the gemm's layout"
+    if q.kernel == 1:
+        private = budget.DESIGNS[plan.kernel].private_layout
+        to = ", then a pass into the gemm's layout" if private else ""
+        return (
+            f"quantizer{to} ({q.rows} rows per CTA, K in chunks of {q.chunk_k}, {q.threads} "
+            f"threads, {q.smem_bytes} B shared memory)"
+        )
+    rows = "1 row" if q.rows == 1 else f"{q.rows} rows"
+    title = f"quantizer into the gemm's layout ({rows} per CTA of {q.threads} threads)"
+    d = q.down
+    if d is None:
+        return title
+    who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
     return (
-        f"quantizer{to} ({q.rows} rows per {who}, K in chunks of {q.chunk_k}{ring}, {q.threads} "
-        f"threads, {q.smem_bytes} B shared memory)"
+        f"{title} beside LoRA-down ({d.rows} rows per {who}, {d.stages} stages of 64 k, "
+        f"{d.threads} threads, {d.smem_bytes} B shared memory)"
     )
 
 

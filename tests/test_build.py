@@ -560,7 +560,7 @@ class PlanChecks(HostTest):
                 self.compile(*attrs, rank)()
 
     def test_every_v2_quantizer_is_accepted(self):
-        """Its shared memory is worked out twice, in Python and in C++."""
+        """Its shapes and LoRA-down's shared memory are worked out twice, in Python and in C++."""
         seen = set()
         for k_pad, rank in itertools.product(
             (32, 256, 512, 3840, 5120, 8192, 15360, 28672), (0, 16, 64, 80, 128, 144, 256)
@@ -569,9 +569,8 @@ class PlanChecks(HostTest):
                 attrs = self.v2_attrs(rank=rank, m=m, k_pad=k_pad)
                 self.assertEqual(attrs[0]["q_kernel"], 2)
                 self.compile(*attrs, rank)()
-                seen.add((attrs[0]["q_cluster"], attrs[0]["q_stages"]))
-        self.assertEqual({cluster for cluster, _ in seen}, {1, 2, 4, 8})
-        self.assertEqual({stages for _, stages in seen}, {2, 3})
+                seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
+        self.assertEqual(seen, set(plan.budget.QUANTIZER_SHAPES))
 
     @parameterized.parameters(
         ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2.*1 .sm90_v1. and 3 .sm90_v2."),
@@ -634,9 +633,13 @@ class PlanChecks(HostTest):
         ("stage_bytes", 1 << 17, "per stage|of main ring"),
         ("smem_bytes", 1 << 16, "inside"),
         ("q_rows", 16, "quantizer 2 16 rows"),
-        ("q_cluster", 3, "cluster 3"),
-        ("q_stages", 5, "5 stages"),
+        ("q_warps", 3, "3 warps"),
+        ("q_lane_chunks", 8, "8 lane chunks"),
         ("q_smem_bytes", 4, "quantizer 2"),
+        ("down_cluster", 9, "cluster 9"),
+        ("down_stages", 1, "1 stages"),
+        ("off_down_barriers", 0, "barriers at 0"),
+        ("down_smem_bytes", 1 << 10, "of 1024 bytes"),
     )
     def test_v2_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
         plan_attrs, spec_attrs = self.v2_attrs(tile_m=64)

@@ -193,8 +193,12 @@ class Sm90V1Test(parameterized.TestCase):
                 ("q_chunk_k", 256),
                 ("q_threads", 256),
                 ("q_smem_bytes", 32832),
-                ("q_cluster", 1),
-                ("q_stages", 0),
+                ("q_warps", 0),
+                ("q_lane_chunks", 0),
+                ("down_cluster", 0),
+                ("down_stages", 0),
+                ("down_smem_bytes", 0),
+                ("off_down_barriers", 0),
             ],
         )
 
@@ -340,21 +344,29 @@ class Sm90V2Test(parameterized.TestCase):
             "bytes_act_scale": 800,
             "bytes_barriers": 128,
             "q_kernel": 2,
-            "q_rows": 64,
-            "q_cluster": 4,
-            "q_stages": 3,
+            "q_rows": 2,
+            "q_chunk_k": 3840,
+            "q_threads": 256,
+            "q_smem_bytes": 0,
+            "q_warps": 4,
+            "q_lane_chunks": 4,
+            "down_cluster": 2,
+            "down_stages": 8,
+            "off_down_barriers": 8 * (72 * 128 + 2 * 64 * 128),
+            "down_smem_bytes": 8 * (72 * 128 + 2 * 64 * 128) + 128,
         }
         self.assertEqual({key: attrs[key] for key in expected}, expected)
         self.assertEqual(attrs["smem_bytes"], attrs["off_barriers"] + 128)
 
     @parameterized.parameters(
-        ({}, 2, "fused quantizer: one read of x"),
-        ({"format": "nvfp4"}, 1, "built for mxfp4, not for nvfp4"),
+        ({}, 2, "quantizer 2: one read of x"),
+        ({"format": "nvfp4"}, 2, "4 warps hold a token in registers; LoRA-down beside it"),
         ({"x_dtype": "float32"}, 1, "reads bfloat16, x is float32"),
+        ({"x_dtype": "float32", "rank": 0}, 2, "quantizer 2: one read of x"),
         ({"k_pad": 3840, "k": 3836}, 1, "K is 3836"),
-        ({"lora_smoothed": True, "rank": 0}, 2, "fused quantizer: one read of x"),
+        ({"lora_smoothed": True, "rank": 0}, 2, "quantizer 2: one read of x"),
         ({"lora_smoothed": True}, 1, "x before smoothing"),
-        ({"k_pad": 2**17, "k": 2**17}, 1, "K = 131072 is too long"),
+        ({"k_pad": 2**16, "k": 2**16}, 1, "K = 65536 is too long"),
         ({"forced": {"quantizer": 1}.items()}, 1, "forced by the caller"),
     )
     def test_quantizer(self, changes, kernel, reason):
@@ -366,14 +378,30 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertIn(reason, solved.quantizer.why)
         self.assertLessEqual(solved.quantizer.smem_bytes, 232448)
 
-    @parameterized.parameters((1, 1), (128, 1), (129, 2), (512, 4), (3840, 4), (15360, 8))
-    def test_quantizer_divides_no_more_k_than_there_is(self, k, cluster):
-        p = dataclasses.replace(problem(k=-(-k // 32) * 32, format="mxfp4"), k=-(-k // 8) * 8)
-        self.assertEqual(plan.solve(p, "sm_90").quantizer.cluster, cluster)
+    @parameterized.parameters(
+        (32, 4, 4), (4096, 4, 4), (4104, 4, 8), (8192, 4, 8), (8200, 8, 8), (28672, 8, 16)
+    )
+    def test_registers_of_the_quantizer_hold_a_token(self, k, chunks, warps):
+        p = dataclasses.replace(problem(k=-(-k // 32) * 32, format="mxfp4"), k=k)
+        q = plan.solve(p, "sm_90").quantizer
+        self.assertEqual((q.lane_chunks, q.warps), (chunks, warps))
+        self.assertGreaterEqual(q.lane_chunks * q.warps * 32 * 8, k)
+        self.assertEqual(q.rows * q.warps * 32, q.threads)
+
+    @parameterized.parameters(
+        (4352, 3840, 2), (8192, 8192, 1), (1024, 3840, 8), (2200, 3840, 4), (256, 128, 2)
+    )
+    def test_lora_down_divides_k_while_one_wave_holds_it(self, m, k, cluster):
+        solved = self.solve(m=m, k=k)
+        down = solved.quantizer.down
+        self.assertEqual(down.cluster, cluster)
+        self.assertTrue(cluster == 1 or -(-m // down.rows) * cluster <= 132)
+        self.assertLessEqual(down.smem_bytes, 232448)
 
     def test_forced_quantizer_that_cannot(self):
-        with self.assertRaisesRegex(ValueError, "quantizer 2 cannot take this problem: .*nvfp4"):
-            self.solve("nvfp4", forced={"quantizer": 2})
+        odd = dataclasses.replace(problem(format="nvfp4"), k=3836)
+        with self.assertRaisesRegex(ValueError, "quantizer 2 cannot take this .*K is 3836"):
+            plan.solve(odd, "sm_90", quantizer=2)
         with self.assertRaisesRegex(ValueError, "quantizer 2 writes the layout of sm90_v2"):
             self.solve(kernel="sm90_v1", forced={"quantizer": 2})
         with self.assertRaisesRegex(ValueError, "forced quantizer is 3"):

@@ -67,13 +67,13 @@ class PrefillLoweringTest(parameterized.TestCase):
             matmul(self.x, self.weight("int4"), implementation="sm90_v2")
 
     def test_nvfp4(self):
-        """Public codes first, then bf16 in whole stages, without token scales."""
+        """bf16 in whole stages, without public codes or token scales."""
         line = call_line(cuda_text(matmul, self.x, self.weight("nvfp4")), "matmul")
         attrs = self.planned(line)
-        self.assertEqual((attrs["kernel"], attrs["q_kernel"]), (3, 1))
+        self.assertEqual((attrs["kernel"], attrs["q_kernel"]), (3, 2))
         self.assertEqual(
             result_types(line),
-            ["512x24xbf16", "512x48xui8", "512x6xf8E4M3FN", "512x16xbf16", "512x256xui8"]
+            ["512x24xbf16", "0x48xui8", "0x6xf8E4M3FN", "512x16xbf16", "512x256xui8"]
             + ["0xf32", "24x4xf32"],
         )
 

@@ -20,9 +20,11 @@ from jax_w4a4.plan.targets import Target
 __all__ = [
     "DESIGNS",
     "ITEMSIZE",
+    "QUANTIZER_SHAPES",
     "Buffer",
     "Config",
     "Design",
+    "DownPlan",
     "Problem",
     "QuantizerPlan",
     "Region",
@@ -197,16 +199,37 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True)
+class DownPlan:
+    """Launch of LoRA-down beside quantizer 2 (cuda/sm90_down_v2.cuh).
+
+    Attributes:
+      rows: tokens per cluster.
+      cluster: CTAs that divide K among them.
+      stages: of the ring, 64 k each.
+      threads, smem_bytes: per CTA.
+      off_barriers: bytes from the start of shared memory to the ring's barriers.
+    """
+
+    rows: int
+    cluster: int
+    stages: int
+    threads: int
+    smem_bytes: int
+    off_barriers: int
+
+
+@dataclasses.dataclass(frozen=True)
 class QuantizerPlan:
     """Launch of the activation quantizer.
 
     Attributes:
       kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm.
-      rows: tokens per CTA, or per cluster of them.
+      rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      cluster: CTAs that divide K among them.
-      stages: chunks in flight; 0 without a ring.
+      warps: that hold a token in registers (quantizer 2).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizer 2).
+      down: LoRA-down, where it is a launch of its own.
       why: the reason for this kernel, where there was a choice.
     """
 
@@ -215,8 +238,9 @@ class QuantizerPlan:
     threads: int
     smem_bytes: int
     kernel: int = 1
-    cluster: int = 1
-    stages: int = 0
+    warps: int = 0
+    lane_chunks: int = 0
+    down: DownPlan | None = None
     why: str = ""
 
 
@@ -649,25 +673,41 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-def quantizer_v2(problem: Problem, cluster: int, stages: int) -> QuantizerPlan:
-    """The fused mxfp4 quantizer: a cluster takes 64 tokens and divides K (cuda/sm90_quantize_v2.h).
+# (lane chunks, warps) of quantizer 2 that are compiled.
+QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
-    Per CTA: a ring of 64-k stages of x and lora_down, over which the partial sums of LoRA-down
-    are laid at the end; then for its slice of K the codes, the block exponents and the reciprocals
-    of smooth; a row maximum per token; barriers.
+
+def quantizer_v2(problem: Problem) -> QuantizerPlan | None:
+    """The quantizer of the sm90_v2 layout (cuda/sm90_quantize_v2.cuh), None where K is too long.
+
+    A token is held by the registers of ``warps`` warps, so a CTA of 256 threads, or of 16 warps,
+    takes one or two tokens and has no dynamic shared memory.
     """
-    rows, step = 64, 64
     k = problem.k or problem.k_pad
-    # Ranks per warpgroup, of which there are two.
-    ranks = next(r for r in (0, 32, 64, 128) if problem.rank <= 2 * r)
-    groups = -(-k // 128)
-    groups = -(-groups // cluster)
-    ring = stages * step * 2 * (rows + 2 * ranks)
-    partial = rows * (2 * ranks + 8) * 4 if ranks else 0
-    smem = _align(max(ring, partial), 128)
-    smem += _align(rows * (groups * 64 + 16), 128) + _align(rows * groups * 4, 128)
-    smem += groups * 512 + rows * 4 + 16 * stages
-    return QuantizerPlan(rows, step, 288, smem, kernel=2, cluster=cluster, stages=stages)
+    for chunks, warps in QUANTIZER_SHAPES:
+        if k <= 8 * 32 * chunks * warps:
+            threads = max(256, 32 * warps)
+            rows = threads // 32 // warps
+            return QuantizerPlan(
+                rows, problem.k_pad, threads, 0, kernel=2, warps=warps, lane_chunks=chunks
+            )
+    return None
+
+
+def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
+    """LoRA-down of the sm90_v2 path (cuda/sm90_down_v2.cuh): 72 tokens per cluster, K divided.
+
+    Per CTA a ring of 64-k stages, 72 rows of x and boxes of 64 ranks; over it, once it is through,
+    the partial sums of 72 tokens; barriers. As many stages as fit ``capacity``, eight at most.
+    """
+    rows, step = 72, 64
+    tiles = next(t for t in (1, 2, 4) if problem.rank <= 64 * t)
+    stage = rows * step * 2 + tiles * 64 * step * 2
+    partial = rows * (64 * tiles + 4) * 4
+    stages = min(8, (capacity - 128) // stage)
+    off = _align(max(stages * stage, partial), 8)
+    threads = 128 * min(tiles, 2) + 32
+    return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
 def workspace(

@@ -1,0 +1,215 @@
+// LoRA-down of the v2 path: lora_act (M, R) = x (M, K) lora_down (K, R), bf16 with fp32 sums.
+//
+// A cluster takes kDownTokens tokens and splits K between its CTAs. Roles in a CTA:
+//   load     one thread fills a ring of 64-k stages: x, then one box of 64 ranks per rank tile
+//   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
+// Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
+// cluster, each a share of the tokens: the same bits in every run.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "sm90_pipeline.cuh"
+#include "sm90_ptx.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace jax_w4a4::sm90 {
+
+constexpr int kDownTokens = 72;
+constexpr int kDownStageK = 64;  // 128 bytes of x
+constexpr int kDownXBytes = kDownTokens * 128;
+constexpr int kDownRankBytes = kDownStageK * 128;  // box of 64 ranks
+
+struct DownV2Args {
+  CUtensorMap x;          // (M, K) bf16, box 64 x kDownTokens, 128-byte swizzle
+  CUtensorMap lora_down;  // (K, R) bf16, box 64 x 64, 128-byte swizzle
+  __nv_bfloat16* lora_act;  // (M, R)
+  int m, rank;
+  int steps;    // 64-k stages of K
+  int cluster;  // CTAs
+  int stages;   // of the ring
+  int off_barriers;
+};
+
+#define W4A4_STR_72 W4A4_S30 "," W4A4_S4_0(3) ",%34,%35"
+#define W4A4_OPS_72(c) W4A4_OPS_64(c), W4A4_D4(c, 32)
+
+// D[64 ranks, 72 tokens] += A[64, 16] B[16, 72]: A with its ranks contiguous, B with its k.
+__device__ __forceinline__ void down_mma(float (&d)[kDownTokens / 2], uint64_t a, uint64_t b,
+                                         bool accumulate) {
+  static_assert(kDownTokens == 72, "the instruction's N");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %38, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {" W4A4_STR_72
+      "}, %36, %37, p, 1, 1, 1, 0;\n}\n"
+      : W4A4_OPS_72("+f")
+      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));
+}
+
+__device__ __forceinline__ float4 load_cluster_f4(uint32_t address, uint32_t rank) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+      "}\n"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
+// ---- roles ----
+
+template <int kRankTiles>
+__device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
+                                          int m0, int first, int steps) {
+  constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
+  RingState stage;
+  for (int step = first; step < first + steps; ++step) {
+    const uint32_t full = ring.acquire(stage, kStageBytes);
+    const uint32_t slot = smem + stage.slot * kStageBytes;
+    tma_load_2d(slot, &args.x, full, step * kDownStageK, m0);
+#pragma unroll
+    for (int t = 0; t < kRankTiles; ++t) {
+      tma_load_2d(slot + kDownXBytes + t * kDownRankBytes, &args.lora_down, full, t * 64,
+                  step * kDownStageK);
+    }
+    ring.advance(stage);
+  }
+}
+
+// MMAs of one stage are in flight while the next one's are issued; slots are released one behind.
+template <int kRankTiles, int kTiles>
+__device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int steps, int group,
+                                        uint32_t lane, float (&acc)[kTiles][kDownTokens / 2]) {
+  constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
+  RingState stage;
+  int previous = 0;
+  for (int step = 0; step < steps; ++step) {
+    ring.wait_full(stage);
+    const uint32_t slot = smem + stage.slot * kStageBytes;
+    const uint64_t x = matrix_descriptor<128>(slot);
+    const uint32_t down = slot + kDownXBytes + group * kTiles * kDownRankBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kDownStageK / 16; ++s) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        // 16 k are 16 rows of 128 bytes of lora_down and 32 bytes of each row of x.
+        const uint64_t a = nmajor_descriptor<128>(down + t * kDownRankBytes + s * 2048, 0);
+        down_mma(acc[t], a, x + 2 * s, step > 0 || s > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    ring.release<1>(previous, lane, step > 0);
+    previous = stage.slot;
+    ring.advance(stage);
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) pin(acc[t]);
+}
+
+// Floats of a token's partial sums; the pad keeps a quad's tokens in different banks.
+template <int kRankTiles>
+constexpr int down_pitch() {
+  return 64 * kRankTiles + 4;
+}
+
+template <int kRankTiles, int kTiles>
+__device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp, uint32_t lane,
+                                              const float (&acc)[kTiles][kDownTokens / 2]) {
+  constexpr int kPitch = down_pitch<kRankTiles>();
+  const uint32_t at =
+      smem + (lane % 4 * 2 * kPitch + group * kTiles * 64 + warp * 16 + lane / 4) * 4;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int j = 0; j < kDownTokens / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        store_shared_u32(at + ((8 * j + i % 2) * kPitch + t * 64 + i / 2 * 8) * 4,
+                         __float_as_uint(acc[t][4 * j + i]));
+      }
+    }
+  }
+}
+
+// Four ranks per thread.
+template <int kRankTiles>
+__device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem, int m0,
+                                             int rank, int active, int thread, int threads) {
+  constexpr int kQuads = 16 * kRankTiles;
+  const int share = (kDownTokens + args.cluster - 1) / args.cluster;
+  const int first = rank * share;
+  const int last = min(min(first + share, kDownTokens), args.m - m0);
+  const int r = thread % kQuads * 4;
+  if (r >= args.rank) return;
+  for (int token = first + thread / kQuads; token < last; token += threads / kQuads) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int peer = 0; peer < active; ++peer) {
+      const float4 v =
+          load_cluster_f4(smem + (token * down_pitch<kRankTiles>() + r) * 4, peer);
+      sum.x += v.x;
+      sum.y += v.y;
+      sum.z += v.z;
+      sum.w += v.w;
+    }
+    const __nv_bfloat162 out[2] = {__floats2bfloat162_rn(sum.x, sum.y),
+                                   __floats2bfloat162_rn(sum.z, sum.w)};
+    __nv_bfloat16* to = args.lora_act + static_cast<int64_t>(m0 + token) * args.rank + r;
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(out);
+  }
+}
+
+// kGroups warpgroups with kTiles tiles of 64 ranks each; one more warp loads.
+template <int kGroups, int kTiles>
+__global__ void __launch_bounds__(128 * kGroups + 32, 1)
+    down_v2_kernel(const __grid_constant__ DownV2Args args) {
+  constexpr int kRankTiles = kGroups * kTiles;
+  constexpr int kThreads = 128 * kGroups;
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  const uint32_t smem = smem_address(dynamic_smem);
+  // The quantizer needs nothing from here and may run beside this launch.
+  grid_dependency_launch();
+  const int rank = static_cast<int>(cluster_rank());
+  const int m0 = blockIdx.x / args.cluster * kDownTokens;
+  const int slice = (args.steps + args.cluster - 1) / args.cluster;
+  const int first = rank * slice;
+  const int steps = max(0, min(slice, args.steps - first));
+  const int active = (args.steps + slice - 1) / slice;
+  const Ring ring(smem + args.off_barriers, args.stages);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.x);
+    prefetch_tensor_map(&args.lora_down);
+    ring.init(4 * kGroups);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const int thread = threadIdx.x;
+  if (thread < kThreads) {
+    float acc[kTiles][kDownTokens / 2];
+    const int group = thread / 128;
+    project<kRankTiles, kTiles>(smem, ring, steps, group, thread % 32, acc);
+    // Both warpgroups are through with the ring.
+    named_barrier_sync(1, kThreads);
+    if (steps > 0) {
+      store_partial<kRankTiles, kTiles>(smem, group, thread / 32 % 4, thread % 32, acc);
+    }
+  } else {
+    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, m0, first, steps);
+    __syncwarp();
+  }
+  cluster_sync();
+  if (thread < kThreads) add_partials<kRankTiles>(args, smem, m0, rank, active, thread, kThreads);
+  // Peers read this CTA's partial sums until they are through.
+  cluster_sync();
+}
+
+}  // namespace jax_w4a4::sm90
