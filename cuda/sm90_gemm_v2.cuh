@@ -220,10 +220,13 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
   uint32_t a[4][4];
   const typename Format::RowFold fold0(rows[0].inputs.base);
   const typename Format::RowFold fold1(rows[1].inputs.base);
+  // What a block's scale becomes is worked out under the MMA before the one that needs it.
+  auto block0 = fold0.template block<0>(rows[0].scale);
+  auto block1 = fold1.template block<0>(rows[1].scale);
   int previous = 0;
   for (int kb = 0; kb < args.k_blocks; ++kb) {
-    const auto block0 = fold0.block(rows[0].scale);
-    const auto block1 = fold1.block(rows[1].scale);
+    const uint32_t scale0 = rows[0].scale;
+    const uint32_t scale1 = rows[1].scale;
     next_scales<Format>(args, rows, kb, q);
 
     main.wait_full(stage);
@@ -242,6 +245,13 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
       Wgmma<kTileM>::template rs<Format::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
                                                act + 2 * s, s > 0 || kb > 0);
       wgmma_commit();
+      if (s == 1 && Format::kLaneBlocks == 2) {
+        block0 = fold0.template block<1>(scale0);
+        block1 = fold1.template block<1>(scale1);
+      } else if (s == 3) {
+        block0 = fold0.template block<0>(rows[0].scale);
+        block1 = fold1.template block<0>(rows[1].scale);
+      }
       wgmma_wait<2>();
       if (s == 1) main.release<kCluster>(previous, lane, kb > 0);
     }
@@ -272,8 +282,8 @@ __device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t sm
     int left = min(args.promote_stages, args.k_blocks - kb);
     int accumulate = 0;
     do {
-      const auto block0 = fold0.block(rows[0].scale);
-      const auto block1 = fold1.block(rows[1].scale);
+      const auto block0 = fold0.template block<0>(rows[0].scale);
+      const auto block1 = fold1.template block<0>(rows[1].scale);
       next_scales<Format>(args, rows, kb, q);
 
       main.wait_full(stage);
@@ -551,6 +561,7 @@ struct Mxfp4 {
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;  // per row and stage
   static constexpr int kStageScales = 4;
+  static constexpr int kLaneBlocks = 1;
   static constexpr bool kTokenScale = true;
 
   using RowFold = E8m0RowFold;
@@ -584,6 +595,7 @@ struct Nvfp4 {
   static constexpr int kStageK = 64;
   static constexpr int kWeightBytes = 32;
   static constexpr int kStageScales = 4;
+  static constexpr int kLaneBlocks = 1;
   static constexpr bool kTokenScale = false;
   using RowFold = E4m3RowFold;
 
@@ -614,18 +626,18 @@ struct Nvfp4Rounded {
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
   static constexpr int kStageScales = 8;
+  static constexpr int kLaneBlocks = 2;
   static constexpr bool kTokenScale = true;
   using RowFold = RoundedRowFold;
 
   static __device__ __forceinline__ uint4 load_packed(uint32_t address) {
     return load_shared_v4(address);
   }
-  static __device__ __forceinline__ void expand(const uint4& packed, int step,
-                                                const RoundedRowFold::Pair& tables,
+  static __device__ __forceinline__ void expand(const uint4& packed, int step, FoldTable table,
                                                 uint32_t& half0, uint32_t& half1) {
     const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
                                                                                   : packed.w;
-    expand_e2m1_e5m2(word, step < 2 ? tables.first : tables.second, half0, half1);
+    expand_e2m1_e5m2(word, table, half0, half1);
   }
   static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
     return acc * row.scale_lo * token * row.scale_hi;
@@ -641,6 +653,7 @@ struct Int4Row {
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
   static constexpr int kStageScales = 0;
+  static constexpr int kLaneBlocks = 1;
   static constexpr bool kTokenScale = true;
   using RowFold = NoFold;
 

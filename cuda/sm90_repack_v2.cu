@@ -154,7 +154,7 @@ __device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
     largest = max(largest, __ldg(scales + i) & 0x7Fu);
   }
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  const int exponent = sm90::rounded_exponent(sm90::rounded_base(largest));
+  const int exponent = sm90::rounded_exponent(largest);
   if (lane == 0) {
     args.token_scale[row] = largest == 0x7F ? __int_as_float(sm90::kFloatNan)
                                             : sm90::power_of_two(exponent);

@@ -17,7 +17,7 @@ struct alignas(16) RowInputs {
   float scale_lo;
   float scale_hi;
   float bias;
-  int base;  // offset of a block = scale byte - base (fold formats)
+  int base;  // what the path's RowFold is made from
 };
 
 struct RowInputsArgs {
@@ -29,7 +29,7 @@ struct RowInputsArgs {
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
   DType scale_dtype;  // of int4
-  bool rounded;       // nvfp4: the base and the power of two of RoundedRowFold
+  bool rounded;       // nvfp4: for RoundedRowFold
 };
 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
@@ -65,8 +65,8 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
     out.scale_hi = kBf16Undo * factor;
     out.base = 0;
     if (args.rounded) {
-      out.base = rounded_base(largest);
-      out.scale_lo *= power_of_two(rounded_exponent(out.base));
+      out.base = rounded_exponent(largest);
+      out.scale_lo *= power_of_two(out.base);
       out.scale_hi = factor;
     }
   } else {

@@ -637,14 +637,12 @@ def layout(
 
 
 def quantizer_v1(problem: Problem) -> QuantizerPlan:
-    """The activation quantizer: 16 rows per CTA, K in chunks that hold whole blocks.
+    """The activation quantizer: 16 rows per CTA, K in chunks of 256.
 
     fp32 chunk of x, one fp32 per row, and with a low-rank branch 256 threads' partial
     sums of 16 ranks.
     """
-    rows, threads = 16, 256
-    block = problem.block_size
-    chunk = 256 // block * block if block <= 256 else 256
+    rows, threads, chunk = 16, 256, 256
     smem = rows * chunk * 4 + rows * 4 + (threads * 16 * 4 if problem.rank else 0)
     return QuantizerPlan(rows, chunk, threads, smem)
 
