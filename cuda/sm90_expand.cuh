@@ -6,6 +6,7 @@
 // MMA: k = 16 q .. 16 q + 15 of a 64-k stage). wgmma wants lane q to hold other k's; the difference is
 // a fixed permutation of k inside the stage, which the activation quantizer applies to its output:
 //   8-bit fragments, position 32 s + 16 h + 4 q + j  <-  k = 32 q + 8 s + 4 h + j
+//   the same of 64-k groups, likewise  <-  k = 64 (s / 2) + 16 q + 8 (s % 2) + 4 h + j
 //   16-bit fragments, position 16 s + 8 h + 2 q + j  <-  k = 16 q + 8 (s / 2) + 2 (s % 2) + h + 4 j
 // (s = k-step, h = half of the step, j = byte or half-word of a fragment register.)
 #pragma once
@@ -203,6 +204,33 @@ __device__ __forceinline__ void expand_s4_s8(uint32_t word, uint32_t& half0, uin
   const uint32_t even = word << 4 & 0xF0F0F0F0u;
   half0 = prmt(even, odd, 0x5140);
   half1 = prmt(even, odd, 0x7362);
+}
+
+// ---- integers on the FP8 MMA ----
+
+// e4m3 of 0..7, and what to flip in them for -8..-1.
+struct S4Tables {
+  uint32_t lo, hi, flip_lo, flip_hi;
+
+  __device__ __forceinline__ S4Tables()
+      : lo(0x44403800u), hi(0x4E4C4A48u), flip_lo(0xCACCCED0u ^ lo), flip_hi(0xB8C0C4C8u ^ hi) {
+    // Opaque, or they are made anew for each word.
+    asm volatile("" : "+r"(lo), "+r"(hi), "+r"(flip_lo), "+r"(flip_hi));
+  }
+};
+
+// Eight two's complement nibbles to two fragment registers of e4m3, 11 instructions.
+__device__ __forceinline__ void expand_s4_e4m3(uint32_t word, const S4Tables& tables,
+                                               uint32_t& half0, uint32_t& half1) {
+  uint32_t low;
+  asm("and.b32 %0, %1, 0x77777777;" : "=r"(low) : "r"(word));
+  const uint32_t shifted = word << 4;
+  // Bytes of the sign bits of four nibbles each.
+  const uint32_t negative0 = prmt(word, shifted, 0x9D8C);
+  const uint32_t negative1 = prmt(word, shifted, 0xBFAE);
+  half0 = prmt(tables.lo, tables.hi, low) ^ (prmt(tables.flip_lo, tables.flip_hi, low) & negative0);
+  low >>= 16;
+  half1 = prmt(tables.lo, tables.hi, low) ^ (prmt(tables.flip_lo, tables.flip_hi, low) & negative1);
 }
 
 // ---- 16-bit MMA ----

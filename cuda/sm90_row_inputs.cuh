@@ -90,14 +90,17 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
   }
 }
 
-// int4 with one scale per row, which becomes scale_lo; one thread per row.
+// int4, one thread per row: with one scale per row, which becomes scale_lo, or with groups.
 __device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
   if (row >= args.n) return;
   float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
   if (args.global_scale) factor *= *args.global_scale;
   if (args.act_global_scale) factor *= *args.act_global_scale;
   // Exact below 2^-126 too: no scale has more than 19 significant bits.
-  const float scale = Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo;
+  const float scale =
+      args.scale_blocks == 1
+          ? Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo
+          : 1.0f;
   args.rows[row] = {scale, factor, args.bias ? args.bias[row] : 0.0f, 0};
 }
 
