@@ -410,8 +410,8 @@ Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
                      std::to_string(m) + " and " + std::to_string(n) +
                      " rows, " + std::to_string(scales) + " scales");
   }
-  // The token ring copies whole tiles.
-  const int64_t tokens = GemmV2TokenScale(plan.V2Path()) ? m + plan.tile_m : 0;
+  const int64_t tokens =
+      GemmV2Tokens(plan.V2Path(), m, plan.tile_m, spec.k_pad);
   W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
                              {m, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
   W4A4_RETURN_IF_ERROR(
@@ -452,6 +452,7 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.m = Dim(b.act, 0);
   p.k_pad = static_cast<int>(spec.k_pad);
   p.is_unsigned = spec.act_unsigned != 0;
+  p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   W4A4_CUDA(LaunchRepackV2(plan.V2Path(), p, stream));
   return Error::Success();
 }
@@ -514,6 +515,7 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.stages = static_cast<int>(plan.main_stages);
   p.group_m = static_cast<int>(plan.group_m);
   p.promote_k = static_cast<int>(plan.promote_k);
+  p.scale_dtype = ToDType(b.weight_scale.element_type());
   p.smem = GetGemmV2Smem(plan);
 
   const int tile_m = static_cast<int>(plan.tile_m);

@@ -122,6 +122,10 @@ bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
     case GemmV2Path::kInt4Row:
       return s.format == static_cast<int64_t>(Format::kInt4) &&
              s.block_size == s.k_pad && s.k_pad <= kGemmV2MaxInt4K;
+    case GemmV2Path::kInt4Group64:
+    case GemmV2Path::kInt4Group128:
+      return s.format == static_cast<int64_t>(Format::kInt4) &&
+             s.block_size == GemmV2Block(path);
   }
   return false;
 }
@@ -207,6 +211,9 @@ ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   }
   const int64_t rows = kGemmV2TileN;  // weight rows of this CTA
   const int64_t token = GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0;
+  // Up to the next swizzle pattern, so that the next slot starts with one.
+  const int64_t groups =
+      (GemmV2StageGroups(p.V2Path()) * p.tile_m * 4 + 1023) / 1024 * 1024;
   const int64_t rank_bytes = rank > 0 ? kGemmV2RankBytes : 0;
   const int64_t ring = p.stage_bytes * p.main_stages;
   // 1024: the swizzle of 128-byte rows repeats every eight of them; 512: of
@@ -217,6 +224,7 @@ ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
       {"lora_act", p.off_lora_act, p.bytes_lora_act, p.tile_m * rank_bytes, 1,
        512},
       {"lora_up", p.off_lora_up, p.bytes_lora_up, rows * rank_bytes, 1, 512},
+      {"act_scale", p.off_act_scale, p.bytes_act_scale, groups, 1},
   };
   // The barriers only have to fit: the plan may round them up.
   const int64_t barriers = 16 * (p.main_stages + kGemmV2TokenStages);
@@ -249,6 +257,9 @@ ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   }
   if (Overlap(slot[0], slot[1])) {
     return Precondition("plan lets weight overlap act");
+  }
+  if (groups > 0 && (Overlap(slot[0], slot[4]) || Overlap(slot[1], slot[4]))) {
+    return Precondition("plan lets act_scale overlap act or weight");
   }
   if (rank > 0 && Overlap(slot[2], slot[3])) {
     return Precondition("plan lets lora_up overlap lora_act");

@@ -6,6 +6,7 @@
 // MMA: k = 16 q .. 16 q + 15 of a 64-k stage). wgmma wants lane q to hold other k's; the difference is
 // a fixed permutation of k inside the stage, which the activation quantizer applies to its output:
 //   8-bit fragments, position 32 s + 16 h + 4 q + j  <-  k = 32 q + 8 s + 4 h + j
+//   the same of 64-k groups, likewise  <-  k = 64 (s / 2) + 16 q + 8 (s % 2) + 4 h + j
 //   16-bit fragments, position 16 s + 8 h + 2 q + j  <-  k = 16 q + 8 (s / 2) + 2 (s % 2) + h + 4 j
 // (s = k-step, h = half of the step, j = byte or half-word of a fragment register.)
 #pragma once
@@ -41,6 +42,7 @@ class E8m0RowFold {
         lo_(0x0A080400u - base * 0x04040400u),
         hi_(0x12100E0Cu - base * 0x04040404u) {}
 
+  template <int kPart = 0>
   __device__ __forceinline__ FoldTable block(uint32_t scale) const {
     const bool flushed = static_cast<int>(scale) < base_;
     return {flushed ? 0u : scale * 0x04040400u + lo_, flushed ? 0u : scale * 0x04040404u + hi_};
@@ -67,26 +69,20 @@ __device__ __forceinline__ void expand_e2m1_e5m2(uint32_t word, FoldTable table,
 
 // ---- value * scale rounded to e4m3 ----
 //
-// A scale's index counts e4m3 steps over an exponent without a lower end: its fp16 bits without the
-// seven that are always zero, less one, so that zero stands apart. A row's base is chosen so that
-// index - base is the e4m3 byte of scale / power, the power of two that its results are multiplied
-// by, and at most kRoundedTop.
+// A row's scales are divided by a power of two, its `power`, so that the largest has an e4m3 byte of
+// at most kRoundedTop. Taken in fp16, the bits without the seven that are always zero then count e4m3
+// steps over an exponent without a lower end: index = byte + kRoundedBias, and 256 more for negative
+// scales.
 
 constexpr int kRoundedTop = 0x66;  // six times it still fits
 constexpr int kRoundedLow = 0x10;  // half of it is still a normal number, as is all above
+constexpr int kRoundedBias = 64;
 
-__device__ __forceinline__ uint32_t rounded_index(uint32_t half) { return (half - 1) >> 7; }
-
-// The base of a row whose largest scale has the magnitude bits `largest`.
-__device__ __forceinline__ int rounded_base(uint32_t largest) {
-  const uint32_t half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(largest),
-                                                __NV_E4M3).x;
-  const int past = static_cast<int>(half >> 7) - kRoundedTop;
-  return ((past + 7) & ~7) - 1;
+// log2 of the power of a row whose largest scale has the magnitude bits `largest`.
+__device__ __forceinline__ int rounded_exponent(uint32_t largest) {
+  const int half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(largest), __NV_E4M3).x;
+  return max(((half >> 7) - kRoundedBias - kRoundedTop + 7) >> 3, -14);
 }
-
-// log2 of the power that goes with a base. An index of 63 is e4m3's byte 0.
-__device__ __forceinline__ int rounded_exponent(int base) { return (base - 63) / 8; }
 
 // p * 2^exponent to the nearest e4m3 byte, ties to even; below e4m3's largest.
 constexpr uint32_t round_e4m3(uint32_t p, int exponent) {
@@ -105,49 +101,47 @@ constexpr uint32_t round_e4m3(uint32_t p, int exponent) {
   return (binade + 6) * 8 + steps;
 }
 
-// The bytes of a scale whose e4m3 byte would be `byte`, at any distance below the smallest one.
-constexpr FoldTable rounded_table(int byte, uint32_t sign) {
+// The e4m3 bytes of all magnitudes times the scale of an index.
+constexpr FoldTable rounded_table(uint32_t index) {
   constexpr uint32_t kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // e2m1 times two
-  const int exponent = (byte + 1024) / 8 - 128;
+  const uint32_t magnitude = index % 256;
+  if (magnitude == 0 || magnitude > kRoundedTop + kRoundedBias) return {0, 0};
+  const int exponent = static_cast<int>(magnitude / 8) - kRoundedBias / 8 - 11;
   uint32_t bytes[8] = {};
   for (int i = 0; i < 8; ++i) {
-    bytes[i] = round_e4m3(kTwice[i] * (8 + (byte + 1024) % 8), exponent - 11) | sign;
+    bytes[i] = round_e4m3(kTwice[i] * (8 + magnitude % 8), exponent) | (index & 256) >> 1;
   }
   return {bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24,
           bytes[4] | bytes[5] << 8 | bytes[6] << 16 | bytes[7] << 24};
 }
 
-// The same for kRoundedLow..kRoundedTop: all results are normal, and only the products with 1.5, 3
-// and 6 are rounded, by a step count that depends on the mantissa alone.
-__host__ __device__ constexpr FoldTable rounded_table_fast(uint32_t byte, uint32_t half_more) {
-  return {half_more * 0x01000000u + (byte * 0x01010100u - 0x800u),
-          half_more * 0x01000100u + (byte * 0x01010101u + 0x10100808u)};
+// The same where all results are normal, scales from kRoundedLow to kRoundedTop: only the products
+// with 1.5, 3 and 6 are rounded, and how far they lie above scale, 2 scale and 4 scale depends on the
+// mantissa alone.
+constexpr uint64_t kRoundedSteps = 0x0404050505050504;  // by mantissa
+__host__ __device__ constexpr FoldTable rounded_table_fast(uint32_t index, uint32_t steps) {
+  constexpr uint32_t kBias = kRoundedBias * 0x01010101u;
+  return {steps * 0x01000000u + (index * 0x01010100u - (kBias & 0xFFFFFF00u) - 0x800u),
+          steps * 0x01000100u + (index * 0x01010101u - kBias + 0x10100808u)};
 }
-constexpr uint64_t kRoundedSteps = 0x0404050505050504;  // steps from scale to 1.5 scale, by mantissa
 constexpr bool rounded_table_fast_holds() {
   for (uint32_t byte = kRoundedLow; byte <= kRoundedTop; ++byte) {
-    const FoldTable a = rounded_table(byte, 0);
-    const FoldTable b = rounded_table_fast(byte, kRoundedSteps >> byte % 8 * 8 & 0xFF);
+    const FoldTable a = rounded_table(byte + kRoundedBias);
+    const FoldTable b =
+        rounded_table_fast(byte + kRoundedBias, kRoundedSteps >> byte % 8 * 8 & 0xFF);
     if (a.lo != b.lo || a.hi != b.hi) return false;
   }
   return true;
 }
 static_assert(rounded_table_fast_holds());
 
-// What the fast form cannot do, by index - base: scales far below their row's largest, negative ones
-// (256 higher), and in the last place zero.
+// All of them, for zero and negative scales and those far below their row's largest.
 struct RoundedTables {
-  static constexpr int kBelow = 40;  // the smallest scale beside the largest is at -40
-  static constexpr int kCount = 400;
-  FoldTable at[kCount];
+  FoldTable at[512];
 };
 constexpr RoundedTables rounded_tables() {
   RoundedTables tables = {};
-  for (int i = 0; i < RoundedTables::kCount - 1; ++i) {
-    const int byte = i - RoundedTables::kBelow;
-    if (byte <= kRoundedTop) tables.at[i] = rounded_table(byte, 0);
-    if (byte >= 256 - RoundedTables::kBelow) tables.at[i] = rounded_table(byte - 256, 0x80);
-  }
+  for (uint32_t i = 0; i < 512; ++i) tables.at[i] = rounded_table(i);
   return tables;
 }
 __device__ constexpr RoundedTables kRoundedTables = rounded_tables();
@@ -155,25 +149,24 @@ __device__ constexpr RoundedTables kRoundedTables = rounded_tables();
 // Tables of two neighbouring blocks from their e4m3 bytes.
 class RoundedRowFold {
  public:
-  struct Pair {
-    FoldTable first, second;
-  };
+  // `exponent`: log2 of the row's power.
+  __device__ __forceinline__ explicit RoundedRowFold(int exponent)
+      : inverse_((15 - exponent) * 0x04000400u) {}
 
-  __device__ __forceinline__ explicit RoundedRowFold(int base) : base_(base) {}
-
-  __device__ __forceinline__ Pair block(uint32_t scales) const {
+  template <int kPart = 0>
+  __device__ __forceinline__ FoldTable block(uint32_t scales) const {
     uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(scales)));
-    return {table(halves & 0xFFFF), table(halves >> 16)};
-  }
-
- private:
-  __device__ __forceinline__ FoldTable table(uint32_t half) const {
-    const uint32_t byte = rounded_index(half) - base_;
-    const uint32_t more = prmt(static_cast<uint32_t>(kRoundedSteps),
-                               static_cast<uint32_t>(kRoundedSteps >> 32), (byte & 7) | 0x8880);
-    FoldTable t = rounded_table_fast(byte, more);
-    const uint32_t slot = min(byte + RoundedTables::kBelow, RoundedTables::kCount - 1u);
+    asm("{\n"
+        ".reg .b32 exact;\n"
+        "cvt.rn.f16x2.e4m3x2 exact, %1;\n"
+        "mul.rn.f16x2 %0, exact, %2;\n"
+        "}\n"
+        : "=r"(halves)
+        : "h"(static_cast<uint16_t>(scales)), "r"(inverse_));
+    const uint32_t index = kPart == 0 ? halves >> 7 & 0x1FF : halves >> 23;
+    const uint32_t steps = prmt(static_cast<uint32_t>(kRoundedSteps),
+                                static_cast<uint32_t>(kRoundedSteps >> 32), (index & 7) | 0x8880);
+    FoldTable t = rounded_table_fast(index, steps);
     // Rare, and a branch would cut the MMA's stream in two.
     asm volatile(
         "{\n"
@@ -182,12 +175,13 @@ class RoundedRowFold {
         "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
         "}\n"
         : "+r"(t.lo), "+r"(t.hi)
-        : "l"(&kRoundedTables.at[slot]), "r"(byte - kRoundedLow),
+        : "l"(&kRoundedTables.at[index]), "r"(index - (kRoundedLow + kRoundedBias)),
           "n"(kRoundedTop - kRoundedLow));
     return t;
   }
 
-  int base_;
+ private:
+  uint32_t inverse_;
 };
 
 // ---- INT8 MMA ----
@@ -195,7 +189,10 @@ class RoundedRowFold {
 // Integers take no block scale.
 struct NoFold {
   __device__ __forceinline__ explicit NoFold(int) {}
-  __device__ __forceinline__ NoFold block(uint32_t) const { return *this; }
+  template <int kPart = 0>
+  __device__ __forceinline__ NoFold block(uint32_t) const {
+    return *this;
+  }
 };
 
 // Powers of two that the INT8 expansion leaves in its products.
@@ -207,6 +204,33 @@ __device__ __forceinline__ void expand_s4_s8(uint32_t word, uint32_t& half0, uin
   const uint32_t even = word << 4 & 0xF0F0F0F0u;
   half0 = prmt(even, odd, 0x5140);
   half1 = prmt(even, odd, 0x7362);
+}
+
+// ---- integers on the FP8 MMA ----
+
+// e4m3 of 0..7, and what to flip in them for -8..-1.
+struct S4Tables {
+  uint32_t lo, hi, flip_lo, flip_hi;
+
+  __device__ __forceinline__ S4Tables()
+      : lo(0x44403800u), hi(0x4E4C4A48u), flip_lo(0xCACCCED0u ^ lo), flip_hi(0xB8C0C4C8u ^ hi) {
+    // Opaque, or they are made anew for each word.
+    asm volatile("" : "+r"(lo), "+r"(hi), "+r"(flip_lo), "+r"(flip_hi));
+  }
+};
+
+// Eight two's complement nibbles to two fragment registers of e4m3, 11 instructions.
+__device__ __forceinline__ void expand_s4_e4m3(uint32_t word, const S4Tables& tables,
+                                               uint32_t& half0, uint32_t& half1) {
+  uint32_t low;
+  asm("and.b32 %0, %1, 0x77777777;" : "=r"(low) : "r"(word));
+  const uint32_t shifted = word << 4;
+  // Bytes of the sign bits of four nibbles each.
+  const uint32_t negative0 = prmt(word, shifted, 0x9D8C);
+  const uint32_t negative1 = prmt(word, shifted, 0xBFAE);
+  half0 = prmt(tables.lo, tables.hi, low) ^ (prmt(tables.flip_lo, tables.flip_hi, low) & negative0);
+  low >>= 16;
+  half1 = prmt(tables.lo, tables.hi, low) ^ (prmt(tables.flip_lo, tables.flip_hi, low) & negative1);
 }
 
 // ---- 16-bit MMA ----
@@ -227,6 +251,7 @@ class E4m3RowFold {
  public:
   __device__ __forceinline__ explicit E4m3RowFold(int) {}
 
+  template <int kPart = 0>
   __device__ __forceinline__ uint32_t block(uint32_t scale) const {
     const uint32_t pair = scale * 0x00010001u;
     const uint32_t placed = (pair << 4 & 0x07F007F0u) | (pair << 8 & 0x80008000u);

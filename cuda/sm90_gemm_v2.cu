@@ -30,7 +30,8 @@ static_assert(sm90::kLoraRowBytes == kGemmV2RankBytes);
 static_assert(sizeof(sm90::RowInputs) == kGemmV2RowInputBytes);
 #define W4A4_KERNEL(path, tile_m)                                             \
   static_assert(sm90::path::kStageK == GemmV2TileK(GemmV2Path::k##path) &&    \
-                sm90::path::kTokenScale == GemmV2TokenScale(GemmV2Path::k##path));
+                sm90::path::kTokenScale == GemmV2TokenScale(GemmV2Path::k##path) && \
+                sm90::path::kStageGroups == GemmV2StageGroups(GemmV2Path::k##path));
 W4A4_GEMM_V2_KERNELS
 #undef W4A4_KERNEL
 
@@ -102,6 +103,10 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
   a.k_blocks = CeilDiv(p.k_pad, stage_k);
   a.scale_blocks =
       GemmV2Block(path) == 0 ? 0 : p.k_pad / GemmV2Block(path);
+  a.token_pitch = GemmV2TokenPitch(p.m, tile_m);
+  a.scale_shift = p.scale_dtype == DType::kF32 ? 2 : 1;
+  a.scale_left = p.scale_dtype == DType::kF32 ? 0 : 16;
+  a.scale_half = p.scale_dtype == DType::kF16;
   a.promote_stages = p.promote_k / stage_k;
   a.lora_chunks = CeilDiv(p.rank, sm90::kLoraRanks);
   a.m_tiles = CeilDiv(p.m, tile_m);

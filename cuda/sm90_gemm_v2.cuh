@@ -11,11 +11,12 @@
 //   main ring   stages x (kTileM x 128 activations, then 128 x 64 weights); a low-rank chunk puts
 //               kTileM x 64 (lora_act) and 128 x 64 (lora_up) in the same slot
 //   store slab  2 warpgroups x kTileM x 128
-//   token ring  2 x kTileM x 4
+//   token ring  2 x kTileM x 4; with scales per group in the slots instead, behind the weights
 //   barriers    16 x (stages + 2)
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -44,12 +45,17 @@ struct GemmV2Args {
   CUtensorMap lora_act[2];   // (M, R) bf16, box 32 x half of the tile, 64-byte swizzle
   CUtensorMap out;           // (M, N) bf16, box 64 x tile, 128-byte swizzle
   const uint8_t* weight_scales;  // (N, scale_blocks)
-  const float* token_scale;      // (M rounded up to the tile)
+  const float* token_scale;      // (M rounded up to the tile), or so many for each group
   const RowInputs* rows;         // (N)
   __nv_bfloat16* y;
   int m, n;
   int k_blocks;      // stages of K per tile
   int scale_blocks;  // block scales per weight row
+  // kStageGroups > 0 only.
+  int64_t token_pitch;  // from one group's token scales to the next
+  int scale_shift;      // log2 of the bytes of a weight scale
+  int scale_left;       // bits to shift it left to make it fp32
+  int scale_half;       // it is fp16
   int promote_stages;  // stages of K that are added up in the tensor core, kPromote only
   int lora_chunks;
   int m_tiles, n_tiles;  // n_tiles counts cluster-wide tiles: kCluster x 128 rows
@@ -59,7 +65,7 @@ struct GemmV2Args {
   int stages;
   int stage_bytes;
   int off_weight, off_lora_up;  // inside a stage; activations and lora_act start it
-  int off_store, off_token, off_barriers;
+  int off_store, off_token, off_barriers;  // off_token inside a stage if kStageGroups > 0
 };
 
 struct Tile {
@@ -111,7 +117,8 @@ __device__ __forceinline__ void load_token_box(const CUtensorMap* maps, uint32_t
 template <class Format, int kTileM, int kCluster>
 __device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring main, Ring tokens,
                                      int cluster, int clusters, int rank) {
-  constexpr uint32_t kBlockBytes = kTileM * kRowBytes + kTileN * Format::kWeightBytes;
+  constexpr uint32_t kBlockBytes = kTileM * kRowBytes + kTileN * Format::kWeightBytes +
+                                   Format::kStageGroups * kTileM * 4;
   constexpr uint32_t kChunkBytes = kTileM * kLoraRowBytes + kTileN * kLoraRowBytes;
   RingState stage;
   RingState token;
@@ -130,6 +137,12 @@ __device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring
       const uint32_t full = main.acquire(stage, kBlockBytes);
       const uint32_t slot = smem + stage.slot * args.stage_bytes;
       tma_load_2d(slot + args.off_weight, &args.weight, full, kb * Format::kWeightBytes, tile.n0);
+      for (int g = 0; g < Format::kStageGroups; ++g) {
+        const int group = min(kb * Format::kStageGroups + g, args.scale_blocks - 1);
+        bulk_load(slot + args.off_token + g * kTileM * 4,
+                  args.token_scale + static_cast<int64_t>(group) * args.token_pitch + tile.m0,
+                  kTileM * 4, full);
+      }
       load_token_box<Format, kTileM, kCluster>(args.act, slot, kRowBytes, full,
                                                kb * Format::kStageK, tile.m0, rank);
       main.advance(stage);
@@ -220,10 +233,13 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
   uint32_t a[4][4];
   const typename Format::RowFold fold0(rows[0].inputs.base);
   const typename Format::RowFold fold1(rows[1].inputs.base);
+  // What a block's scale becomes is worked out under the MMA before the one that needs it.
+  auto block0 = fold0.template block<0>(rows[0].scale);
+  auto block1 = fold1.template block<0>(rows[1].scale);
   int previous = 0;
   for (int kb = 0; kb < args.k_blocks; ++kb) {
-    const auto block0 = fold0.block(rows[0].scale);
-    const auto block1 = fold1.block(rows[1].scale);
+    const uint32_t scale0 = rows[0].scale;
+    const uint32_t scale1 = rows[1].scale;
     next_scales<Format>(args, rows, kb, q);
 
     main.wait_full(stage);
@@ -242,6 +258,13 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
       Wgmma<kTileM>::template rs<Format::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
                                                act + 2 * s, s > 0 || kb > 0);
       wgmma_commit();
+      if (s == 1 && Format::kLaneBlocks == 2) {
+        block0 = fold0.template block<1>(scale0);
+        block1 = fold1.template block<1>(scale1);
+      } else if (s == 3) {
+        block0 = fold0.template block<0>(rows[0].scale);
+        block1 = fold1.template block<0>(rows[1].scale);
+      }
       wgmma_wait<2>();
       if (s == 1) main.release<kCluster>(previous, lane, kb > 0);
     }
@@ -272,8 +295,8 @@ __device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t sm
     int left = min(args.promote_stages, args.k_blocks - kb);
     int accumulate = 0;
     do {
-      const auto block0 = fold0.block(rows[0].scale);
-      const auto block1 = fold1.block(rows[1].scale);
+      const auto block0 = fold0.template block<0>(rows[0].scale);
+      const auto block1 = fold1.template block<0>(rows[1].scale);
       next_scales<Format>(args, rows, kb, q);
 
       main.wait_full(stage);
@@ -305,6 +328,108 @@ __device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t sm
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) total[i] += acc[i];
   } while (kb < args.k_blocks);
+}
+
+// The bits of a row's scale of a group, which args.weight_scales holds as fp16, bf16 or fp32.
+__device__ __forceinline__ uint32_t load_group_scale(const GemmV2Args& args, uint32_t index) {
+  uint32_t bits;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.eq.s32 p, %2, 2;\n"
+      "@p ld.global.nc.b32 %0, [%1];\n"
+      "@!p ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(bits)
+      : "l"(args.weight_scales + (static_cast<uint64_t>(index) << args.scale_shift)),
+        "r"(args.scale_shift));
+  return bits;
+}
+
+__device__ __forceinline__ float decode_group_scale(const GemmV2Args& args, uint32_t bits) {
+  const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  const float other = __uint_as_float(bits << args.scale_left);
+  float flushed;
+  asm("mul.ftz.f32 %0, %1, 0f3F800000;" : "=f"(flushed) : "f"(args.scale_half ? half : other));
+  return flushed;
+}
+
+// The K loop where every group of K has a scale of its own on both sides: the sums of a group are
+// integers, exact on the FP8 MMA, and move on into fp32 times both scales. A slot holds the token
+// scales of its groups. Everything is complete and released at the end.
+template <class Format, int kTileM, int kCluster>
+__device__ __forceinline__ void mma_grouped(const GemmV2Args& args, uint32_t smem, const Ring& main,
+                                            RingState& stage, float (&total)[kTileM / 2],
+                                            const Row (&rows)[2], uint32_t thread_weight, int q,
+                                            uint32_t lane) {
+  constexpr int kGroups = Format::kStageGroups;
+  float acc[kTileM / 2];
+#pragma unroll
+  for (int i = 0; i < kTileM / 2; ++i) total[i] = acc[i] = 0.0f;
+  uint32_t a[2][4];
+  const S4Tables tables;
+  uint32_t bits[2][kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const int group = min(g, args.scale_blocks - 1);  // codes past K are zero
+    bits[0][g] = load_group_scale(args, rows[0].scales + group);
+    bits[1][g] = load_group_scale(args, rows[1].scales + group);
+  }
+  int kb = 0;
+  do {
+    float scale[2][kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int group = min((kb + 1) * kGroups + g, args.scale_blocks - 1);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        scale[r][g] = decode_group_scale(args, bits[r][g]);
+        bits[r][g] = load_group_scale(args, rows[r].scales + group);
+      }
+    }
+
+    main.wait_full(stage);
+    const uint32_t slot = smem + stage.slot * args.stage_bytes;
+    const uint32_t weight = slot + thread_weight;
+    const uint64_t act = matrix_descriptor<kRowBytes>(slot);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      constexpr int kSteps = 4 / kGroups;
+      uint2 packed[2];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int s = g * kSteps + i;
+        if (s % 2 == 0) {
+          packed[0] = load_shared_v2(weight + 16 * s);
+          packed[1] = load_shared_v2(weight + 8 * Format::kWeightBytes + 16 * s);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          expand_s4_e4m3(s % 2 == 0 ? packed[r].x : packed[r].y, tables, a[s % 2][r],
+                         a[s % 2][r + 2]);
+        }
+        wgmma_fence();
+        Wgmma<kTileM>::template rs<Format::kMma>(acc, a[s % 2], act + 2 * s, i > 0);
+        wgmma_commit();
+        if (i + 1 < kSteps) wgmma_wait<1>();
+      }
+      const uint32_t tokens = slot + args.off_token + g * kTileM * 4 + q * 8;
+      wgmma_wait<0>();
+      pin(acc);
+#pragma unroll
+      for (int j = 0; j < kTileM / 8; ++j) {
+        const uint2 raw = load_shared_v2(tokens + 32 * j);
+        const float token[2] = {__uint_as_float(raw.x), __uint_as_float(raw.y)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          total[4 * j + i] += acc[4 * j + i] * (scale[i / 2][g] * token[i % 2]);
+        }
+      }
+    }
+    __syncwarp();
+    main.release<kCluster>(stage.slot, lane);
+    main.advance(stage);
+  } while (++kb < args.k_blocks);
 }
 
 // Scales the accumulators in place: floats from here on, to which the low-rank product is added.
@@ -434,7 +559,7 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
                                         Ring tokens, int cluster, int clusters) {
   Place place;
   uint32_t thread_weight = args.off_weight + place.local_row * Format::kWeightBytes +
-                           place.q * (Format::kWeightBytes / 4);
+                           place.q * Format::kLaneBytes;
   asm volatile("" : "+r"(thread_weight));  // or it is recomputed from threadIdx in every stage
 
   RingState stage;
@@ -454,6 +579,14 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
       tile = tile_at(args, cluster + turn * clusters, kTileM, kCluster * kTileN, cta_rank<kCluster>());
       rows[0].inputs = load_row_inputs(args, tile.n0 + place.local_row);
       rows[1].inputs = load_row_inputs(args, tile.n0 + place.local_row + 8);
+    } else if constexpr (Format::kStageGroups > 0) {
+      mma_grouped<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight,
+                                            place.q, place.lane);
+      place = Place();
+      tile = tile_at(args, cluster + turn * clusters, kTileM, kCluster * kTileN,
+                     cta_rank<kCluster>());
+      rows[0].inputs = load_row_inputs(args, tile.n0 + place.local_row);
+      rows[1].inputs = load_row_inputs(args, tile.n0 + place.local_row + 8);
     } else {
       mma<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight, place.q,
                                     place.lane);
@@ -471,9 +604,11 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
       next_rows[1] = load_row<Format>(args, next_tile.n0 + place.local_row + 8, q);
     }
 
-    wgmma_wait<0>();
-    pin(acc);
-    main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);
+    if constexpr (Format::kStageGroups == 0) {
+      wgmma_wait<0>();
+      pin(acc);
+      main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);
+    }
 
     // Where RingState would be after `turn` steps, without registers of its own.
     RingState token;
@@ -550,7 +685,10 @@ struct Mxfp4 {
   static constexpr MmaKind kMma = MmaKind::kE5m2E5m2;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;  // per row and stage
+  static constexpr int kLaneBytes = 16;    // from one lane of a quad to the next
   static constexpr int kStageScales = 4;
+  static constexpr int kLaneBlocks = 1;
+  static constexpr int kStageGroups = 0;
   static constexpr bool kTokenScale = true;
 
   using RowFold = E8m0RowFold;
@@ -583,7 +721,10 @@ struct Nvfp4 {
   static constexpr MmaKind kMma = MmaKind::kBf16;
   static constexpr int kStageK = 64;
   static constexpr int kWeightBytes = 32;
+  static constexpr int kLaneBytes = 8;
   static constexpr int kStageScales = 4;
+  static constexpr int kLaneBlocks = 1;
+  static constexpr int kStageGroups = 0;
   static constexpr bool kTokenScale = false;
   using RowFold = E4m3RowFold;
 
@@ -613,19 +754,21 @@ struct Nvfp4Rounded {
   static constexpr MmaKind kMma = MmaKind::kE4m3E4m3;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
+  static constexpr int kLaneBytes = 16;
   static constexpr int kStageScales = 8;
+  static constexpr int kLaneBlocks = 2;
+  static constexpr int kStageGroups = 0;
   static constexpr bool kTokenScale = true;
   using RowFold = RoundedRowFold;
 
   static __device__ __forceinline__ uint4 load_packed(uint32_t address) {
     return load_shared_v4(address);
   }
-  static __device__ __forceinline__ void expand(const uint4& packed, int step,
-                                                const RoundedRowFold::Pair& tables,
+  static __device__ __forceinline__ void expand(const uint4& packed, int step, FoldTable table,
                                                 uint32_t& half0, uint32_t& half1) {
     const uint32_t word = step == 0 ? packed.x : step == 1 ? packed.y : step == 2 ? packed.z
                                                                                   : packed.w;
-    expand_e2m1_e5m2(word, step < 2 ? tables.first : tables.second, half0, half1);
+    expand_e2m1_e5m2(word, table, half0, half1);
   }
   static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
     return acc * row.scale_lo * token * row.scale_hi;
@@ -640,7 +783,10 @@ struct Int4Row {
   static constexpr MmaKind kMma = MmaKind::kS8;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
+  static constexpr int kLaneBytes = 16;
   static constexpr int kStageScales = 0;
+  static constexpr int kLaneBlocks = 1;
+  static constexpr int kStageGroups = 0;
   static constexpr bool kTokenScale = true;
   using RowFold = NoFold;
 
@@ -658,5 +804,25 @@ struct Int4Row {
     return __int2float_rn(__float_as_int(acc)) * (row.scale_lo * token) * row.scale_hi;
   }
 };
+
+// int4 with a scale per group of 64 or 128 on both sides: integers as e4m3, whose sums over a group
+// fit what the FP8 tensor core keeps, and fp32 scales after each.
+template <int kGroup>
+struct Int4Group {
+  static constexpr bool kPromote = false;
+  static constexpr MmaKind kMma = MmaKind::kE4m3E4m3;
+  static constexpr int kStageK = 128;
+  static constexpr int kWeightBytes = 64;
+  static constexpr int kLaneBytes = 8;  // of each half of a stage
+  static constexpr int kStageScales = 0;
+  static constexpr int kStageGroups = 128 / kGroup;
+  static constexpr bool kTokenScale = false;
+
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float) {
+    return acc * row.scale_hi;
+  }
+};
+using Int4Group64 = Int4Group<64>;
+using Int4Group128 = Int4Group<128>;
 
 }  // namespace jax_w4a4::sm90

@@ -32,8 +32,10 @@ enum class GemmV2Path : int {
   kNvfp4 = 3,          // bf16, exact
   kNvfp4Rounded = 4,   // e4m3, value * scale rounded
   kInt4Row = 5,        // s8, one scale per row and token
+  kInt4Group64 = 6,    // e4m3 integers, fp32 scales after each group
+  kInt4Group128 = 7,
 };
-constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 5; }
+constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 7; }
 
 constexpr int GemmV2ElementBytes(GemmV2Path path) {
   return path == GemmV2Path::kNvfp4 ? 2 : 1;
@@ -43,7 +45,13 @@ constexpr int GemmV2TileK(GemmV2Path path) {
 }
 // Whether each token has a scale of its own in the private activation layout.
 constexpr bool GemmV2TokenScale(GemmV2Path path) {
-  return path != GemmV2Path::kNvfp4;
+  return path != GemmV2Path::kNvfp4 && path < GemmV2Path::kInt4Group64;
+}
+// Groups of K in a stage, each with fp32 token scales in the slot; 0: none.
+constexpr int GemmV2StageGroups(GemmV2Path path) {
+  return path == GemmV2Path::kInt4Group64    ? 2
+         : path == GemmV2Path::kInt4Group128 ? 1
+                                             : 0;
 }
 // K elements per block scale that the main loop reads; 0: it reads none.
 constexpr int GemmV2Block(GemmV2Path path) {
@@ -54,6 +62,10 @@ constexpr int GemmV2Block(GemmV2Path path) {
     case GemmV2Path::kNvfp4:
     case GemmV2Path::kNvfp4Rounded:
       return 16;
+    case GemmV2Path::kInt4Group64:
+      return 64;
+    case GemmV2Path::kInt4Group128:
+      return 128;
     case GemmV2Path::kInt4Row:
       return 0;
   }
@@ -63,6 +75,18 @@ constexpr int GemmV2Block(GemmV2Path path) {
 constexpr int64_t GemmV2ActBytes(GemmV2Path path, int64_t k_pad) {
   const int64_t step = GemmV2TileK(path);
   return (k_pad + step - 1) / step * kGemmV2RowBytes;
+}
+// Token scales: one per token, or one per group and token, and a tile more, as
+// the kernel copies whole tiles.
+constexpr int64_t GemmV2TokenPitch(int64_t m, int64_t tile_m) {
+  return (m + tile_m + 3) / 4 * 4;
+}
+constexpr int64_t GemmV2Tokens(GemmV2Path path, int64_t m, int64_t tile_m,
+                               int64_t k_pad) {
+  if (GemmV2StageGroups(path) > 0) {
+    return k_pad / GemmV2Block(path) * GemmV2TokenPitch(m, tile_m);
+  }
+  return GemmV2TokenScale(path) ? m + tile_m : 0;
 }
 // Bytes per weight row of the inputs that the launch before the gemm prepares.
 constexpr int kGemmV2RowInputBytes = 16;
@@ -76,7 +100,7 @@ struct GemmV2Smem {
 
 struct GemmV2Params {
   const void* act;             // (m, GemmV2ActBytes), private layout
-  const float* token_scale;    // (m + tile_m) if GemmV2TokenScale
+  const float* token_scale;    // GemmV2Tokens
   const void* rows;            // (n, kGemmV2RowInputBytes)
   const uint8_t* weight;       // (n, k_pad / 2)
   const void* weight_scale;    // (n, k_pad / block)
@@ -89,6 +113,7 @@ struct GemmV2Params {
   int stages;
   int group_m;
   int promote_k;  // kMxfp4Promoted only
+  DType scale_dtype;  // of int4 groups
   GemmV2Smem smem;
 };
 

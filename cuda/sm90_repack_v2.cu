@@ -32,6 +32,7 @@ struct Args {
   int scale_blocks;
   int stages;  // of K, whole ones
   bool is_unsigned;
+  int64_t token_pitch;
 };
 
 // The word of block `block` that step `step` of a stage takes; zero past K.
@@ -154,7 +155,7 @@ __device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
     largest = max(largest, __ldg(scales + i) & 0x7Fu);
   }
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  const int exponent = sm90::rounded_exponent(sm90::rounded_base(largest));
+  const int exponent = sm90::rounded_exponent(largest);
   if (lane == 0) {
     args.token_scale[row] = largest == 0x7F ? __int_as_float(sm90::kFloatNan)
                                             : sm90::power_of_two(exponent);
@@ -214,6 +215,51 @@ __device__ __forceinline__ void RepackInt4(const Args& args, int row,
   }
 }
 
+// Four integers as e4m3.
+__device__ __forceinline__ uint32_t IntegersE4m3(uint32_t half_word,
+                                                 bool is_unsigned) {
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const int low = half_word >> 4 * j & 15;
+    const int high = half_word >> (4 * j + 4) & 15;
+    const float2 v =
+        is_unsigned ? make_float2(low, high)
+                    : make_float2((low ^ 8) - 8, (high ^ 8) - 8);
+    const uint32_t pair = __nv_cvt_float2_to_fp8x2(v, __NV_NOSAT, __NV_E4M3);
+    bytes |= pair << 8 * j;
+  }
+  return bytes;
+}
+
+// A step takes its words from one half of a stage: the groups may be that small.
+__device__ __forceinline__ void RepackInt4Groups(const Args& args, int row,
+                                                 int lane) {
+  const uint8_t* packed =
+      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const int64_t first = static_cast<int64_t>(row) * args.scale_blocks;
+  for (int i = lane; i < args.scale_blocks; i += 32) {
+    args.token_scale[i * args.token_pitch + row] =
+        Flush(LoadElement(args.scales, first + i, args.rows.scale_dtype));
+  }
+  uint4* out = reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  const int blocks = args.packed_pitch / 8;
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    const int step = i % 4;
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int block = i / 4 * 8 + step / 2 * 4 + q;
+      const uint32_t word = LoadWord<8>(packed, block, blocks, step % 2);
+      half[0][q] = IntegersE4m3(word & 0xFFFFu, args.is_unsigned);
+      half[1][q] = IntegersE4m3(word >> 16, args.is_unsigned);
+    }
+    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+  }
+}
+
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   sm90::grid_dependency_launch();
@@ -238,6 +284,8 @@ __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
     } else {
       RepackNvfp4(args, row, lane);
     }
+  } else if (args.token_pitch > 0) {
+    RepackInt4Groups(args, row, lane);
   } else {
     RepackInt4(args, row, lane);
   }
@@ -257,18 +305,20 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
   args.act = static_cast<uint8_t*>(p.act);
   args.token_scale = p.token_scale;
   args.rows = sm90::row_inputs_args(path, p.weight, blocks);
-  args.prepare_ctas = CeilDiv(p.weight.n, path == GemmV2Path::kInt4Row
-                                              ? kThreads
-                                              : sm90::kRowsPerPrepareCta);
+  const bool int4 = path >= GemmV2Path::kInt4Row;
+  args.prepare_ctas =
+      CeilDiv(p.weight.n, int4 ? kThreads : sm90::kRowsPerPrepareCta);
   args.m = static_cast<int>(p.m);
   args.packed_pitch = p.k_pad / 2;
   args.scale_blocks = blocks;
   args.stages = CeilDiv(p.k_pad, GemmV2TileK(path));
   args.is_unsigned = p.is_unsigned;
+  args.token_pitch = GemmV2StageGroups(path) > 0 ? p.token_pitch : 0;
   const void* kernel =
-      block == 32   ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
-      : block == 16 ? reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>)
-                    : reinterpret_cast<const void*>(&RepackV2<Format::kInt4>);
+      int4 ? reinterpret_cast<const void*>(&RepackV2<Format::kInt4>)
+      : block == 32
+          ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
+          : reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>);
   void* kernel_args[] = {&args};
   return cudaLaunchKernel(kernel,
                           dim3(args.prepare_ctas + CeilDiv(p.m, kWarps)),

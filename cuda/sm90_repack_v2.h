@@ -29,11 +29,12 @@ struct RepackV2Params {
   const uint8_t* packed;  // (m, k_pad / 2)
   const void* scales;     // (m, k_pad / block)
   void* act;              // (m, GemmV2ActBytes)
-  float* token_scale;     // (m + tile_m) if GemmV2TokenScale
+  float* token_scale;     // GemmV2Tokens
   WeightRowParams weight;
   int64_t m;
   int k_pad;
   bool is_unsigned;  // int4 activations are 0..15
+  int64_t token_pitch;  // GemmV2TokenPitch, int4 groups only
 };
 
 // Launches on `stream` and returns a cudaError_t. m, n >= 1.

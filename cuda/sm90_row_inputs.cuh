@@ -18,7 +18,7 @@ struct alignas(16) RowInputs {
   float scale_lo;
   float scale_hi;
   float bias;
-  int base;  // offset of a block = scale byte - base (fold formats)
+  int base;  // what the path's RowFold is made from
 };
 
 struct RowInputsArgs {
@@ -30,7 +30,7 @@ struct RowInputsArgs {
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
   DType scale_dtype;  // of int4
-  bool rounded;       // nvfp4: the base and the power of two of RoundedRowFold
+  bool rounded;       // nvfp4: for RoundedRowFold
 };
 
 // `blocks`: block scales per weight row.
@@ -80,8 +80,8 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
     out.scale_hi = kBf16Undo * factor;
     out.base = 0;
     if (args.rounded) {
-      out.base = rounded_base(largest);
-      out.scale_lo *= power_of_two(rounded_exponent(out.base));
+      out.base = rounded_exponent(largest);
+      out.scale_lo *= power_of_two(out.base);
       out.scale_hi = factor;
     }
   } else {
@@ -105,14 +105,17 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
   }
 }
 
-// int4 with one scale per row, which becomes scale_lo; one thread per row.
+// int4, one thread per row: with one scale per row, which becomes scale_lo, or with groups.
 __device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
   if (row >= args.n) return;
   float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
   if (args.global_scale) factor *= *args.global_scale;
   if (args.act_global_scale) factor *= *args.act_global_scale;
   // Exact below 2^-126 too: no scale has more than 19 significant bits.
-  const float scale = Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo;
+  const float scale =
+      args.scale_blocks == 1
+          ? Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo
+          : 1.0f;
   args.rows[row] = {scale, factor, args.bias ? args.bias[row] : 0.0f, 0};
 }
 

@@ -156,6 +156,8 @@ V2_PATHS: dict[str, dict[str, Any]] = {
     "Nvfp4": {"format": "nvfp4"},
     "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
     "Int4Row": {"format": "int4", "block_size": None},
+    "Int4Group64": {"format": "int4", "block_size": 64},
+    "Int4Group128": {"format": "int4", "block_size": 128},
 }
 
 
@@ -472,13 +474,16 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 FP32_SUM = 4 * 2.0**-23
 # Sums inside the tensor core drop bits below the largest term of each step: FP8 operands keep about
-# 13 bits of it. Part of the absolute sum that an sm90_v2 result may be off by, per format.
+# 13 bits of it, and products of two e4m3 have eight. Part of the absolute sum that a result of
+# sm90_v2 may be off by, per path.
 V2_SUM = {
     "Mxfp4": 2.0**-11,
     "Mxfp4Promoted": 2.0**-12,
     "Nvfp4": 2.0**-15,
-    "Nvfp4Rounded": 2.0**-11,
+    "Nvfp4Rounded": 2.0**-10,
     "Int4Row": 2.0**-15,
+    "Int4Group64": 2.0**-15,
+    "Int4Group128": 2.0**-15,
 }
 BF16_MMA_SUM = 2.0**-18
 
@@ -523,18 +528,22 @@ def decode_private(
     if path.act_bytes == 1:
         s, h, q, j = position // 32, position // 16 % 2, position // 4 % 4, position % 4
         k = 32 * q + 8 * s + 4 * h + j
+        if path.stage_groups:
+            k = 64 * (s // 2) + 16 * q + 8 * (s % 2) + 4 * h + j
     else:
         s, h, q, j = position // 16, position // 8 % 2, position // 2 % 4, position % 2
         k = 16 * q + 8 * (s // 2) + 2 * (s % 2) + h + 4 * j
     values = act.view(OPERANDS[path.operand]).astype(np.float64)
-    if token_scale.size:
-        values *= token_scale[: len(act), None].astype(np.float64)
     stages = values.reshape(len(act), -1, len(position))
     natural = np.empty_like(stages)
     natural[:, :, k] = stages
     natural = natural.reshape(len(act), -1)
     assert not np.any(natural[:, k_pad:]), "padding is not zero"
-    return natural[:, :k_pad]
+    natural = natural[:, :k_pad]
+    if not token_scale.size:
+        return natural
+    scales = token_scale.reshape(len(act), -1).astype(np.float64)
+    return natural * np.repeat(scales, k_pad // scales.shape[1], axis=1)
 
 
 def folded_values(
@@ -626,6 +635,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     nan_rows = np.isnan(x.astype(np.float32)).any(axis=1)
     if v2 and implementation == "cuda":
         for name, (act, tokens, _) in (("x", private), ("the public layout", split[4:])):
+            if path.stage_groups:
+                tokens = tokens.reshape(spec.blocks, -1).T
             if tokens.size:
                 tokens = tokens[: cell.m][~nan_rows]
             got = decode_private(act[~nan_rows], tokens, path, spec.k_pad)

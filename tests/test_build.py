@@ -431,11 +431,11 @@ class PlanChecks(HostTest):
         )
         return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
-    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, precision=None, **kw):
+    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, precision=None, group=None, **kw):
         block, scale = {
             "nvfp4": (16, "float8_e4m3fn"),
             "mxfp4": (32, "float8_e8m0fnu"),
-            "int4": (k_pad, "float16"),
+            "int4": (group or k_pad, "float16"),
         }[format]
         return self.attrs(
             format,
@@ -537,6 +537,8 @@ class PlanChecks(HostTest):
 
     @parameterized.product(
         path=(
+            ("int4", 64, "Int4Group64"),
+            ("int4", 128, "Int4Group128"),
             ("nvfp4", None, "Nvfp4"),
             ("nvfp4", "fastest", "Nvfp4Rounded"),
             ("mxfp4", None, "Mxfp4"),
@@ -548,13 +550,15 @@ class PlanChecks(HostTest):
         quantizer=(None, 1),
     )
     def test_every_v2_plan_is_accepted(self, path, cluster, rank, quantizer):
-        format, precision, path = path
+        format, mode, path = path
+        kind = {"group": mode} if format == "int4" else {"precision": mode}
+        k_pad = 384 if kind == {"group": 128} else 416 if not kind.get("group") else 448
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
             stages = {} if main_stages is None else {"main_stages": main_stages}
             with self.subTest(tile_m=tile_m, main_stages=main_stages):
                 attrs = self.v2_attrs(
-                    format, rank, 416, precision, tile_m=tile_m, **forced, **stages
+                    format, rank, k_pad, tile_m=tile_m, **kind, **forced, **stages
                 )
                 self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
                 self.compile(*attrs, rank)()
@@ -602,7 +606,7 @@ class PlanChecks(HostTest):
         ("mxfp4", "int4", {}),
         ("int4", "mxfp4", {}),
         ("nvfp4", "mxfp4", {}),
-        ("int4", "int4", {"block_size": 64}),
+        ("int4", "int4", {"block_size": 32}),
         ("int4", "int4", {"k_pad": 1 << 21, "block_size": 1 << 21}),
     )
     def test_v2_refuses_a_path_that_the_format_has_not(self, planned, called, changes):

@@ -230,7 +230,7 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertEqual(solved.tile_n, 128 * solved.cluster)
 
     @parameterized.parameters(
-        ({"format": "int4"}, "int4 with blocks of 64 is not built yet"),
+        ({"format": "int4", "block": 32}, "int4 with blocks of 32 is not built yet"),
         ({"format": "int4", "block": 2**21, "k": 2**21}, "int32 sums hold up to 1048576"),
         ({"m": 255}, "255 rows, it is made for 256 and more"),
         ({"n": 0}, "quantized on its own has the public layout"),
@@ -250,7 +250,10 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertEqual(self.solve(rank=0, lora_dtype="float32").kernel, "sm90_v2")
 
     @parameterized.parameters(
-        {"format": "int4"}, {"out_dtype": "float16"}, {"rank": 100}, {"lora_dtype": "float32"}
+        {"format": "int4", "block": 32},
+        {"out_dtype": "float16"},
+        {"rank": 100},
+        {"lora_dtype": "float32"},
     )
     def test_forced_on_what_it_lacks(self, **changes):
         with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem: .*v1"):

@@ -347,6 +347,7 @@ class V2Path:
       token_scale: what the scale of a token is, None where there is none.
       tiles: token tiles that CMakeLists.txt compiles.
       peak: field of Target that bounds the product.
+      stage_groups: groups of K in a stage whose token scales are staged with it.
       promote_k: K elements that the tensor core adds up before the sums move on into fp32
         registers; 0 for all of K.
       why: the reason for this path where another would do.
@@ -359,6 +360,7 @@ class V2Path:
     token_scale: str | None
     tiles: tuple[int, ...]
     peak: str
+    stage_groups: int = 0
     promote_k: int = 0
     why: str = ""
 
@@ -401,6 +403,20 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
             ),
             # The INT8 MMA has no width of 200 tokens.
             V2Path("Int4Row", 5, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
+            *(
+                V2Path(
+                    f"Int4Group{group}",
+                    code,
+                    "e4m3",
+                    1,
+                    None,
+                    (200, 128, 64),  # two sets of accumulators
+                    "peak_fp8",
+                    stage_groups=128 // group,
+                    why="integers on the FP8 MMA, exact sums of a group times fp32 scales",
+                )
+                for code, group in ((6, 64), (7, 128))
+            ),
         )
     }
 )
@@ -412,7 +428,9 @@ def v2_path(problem: Problem) -> V2Path | None:
         return V2_PATHS["Mxfp4Promoted" if problem.precision == "highest" else "Mxfp4"]
     if problem.format == "nvfp4":
         return V2_PATHS["Nvfp4Rounded" if problem.precision == "fastest" else "Nvfp4"]
-    return V2_PATHS["Int4Row"] if problem.block_size == problem.k_pad else None
+    if problem.block_size == problem.k_pad:
+        return V2_PATHS["Int4Row"]
+    return V2_PATHS.get(f"Int4Group{problem.block_size}")
 
 
 def row_bytes(problem: Problem) -> int:
@@ -439,6 +457,8 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     steps = lora_steps(problem, 64)
     streamed = f"32 ranks in a slot of the main ring, {_plural(steps, 'extra step')}"
     token = m * 4 if path.token_scale else 0
+    groups = path.stage_groups
+    where = "in aux, one per row" if path.operand == "s8" else "from L2 into registers"
 
     def row(*args, **kwargs) -> Row:
         return _row(target, *args, **kwargs)
@@ -451,9 +471,7 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
             0,
             0,
             "K loop",
-            "in aux, one per row"
-            if path.name == "Int4Row"
-            else "from L2 into registers, a byte per lane and step",
+            where,
         ),
         row("lora_act", m * 64, lora, "tile", f"tile_m*64; {streamed}", overlaps_main=False),
         row(
@@ -474,6 +492,15 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
             sliced=True,
         ),
         row(
+            "activation_scale",
+            # A stage is whole swizzle patterns of 1024 bytes.
+            _align(m * 4 * groups, 1024),
+            main,
+            "K loop",
+            f"tile_m*{4 * groups} to 1024, an fp32 block scale per token and group",
+        )
+        if groups
+        else row(
             "activation_scale",
             token,
             _V2_TOKEN_STAGES if token else 0,
@@ -661,14 +688,12 @@ def layout(
 
 
 def quantizer_v1(problem: Problem) -> QuantizerPlan:
-    """The activation quantizer: 16 rows per CTA, K in chunks that hold whole blocks.
+    """The activation quantizer: 16 rows per CTA, K in chunks of 256.
 
     fp32 chunk of x, one fp32 per row, and with a low-rank branch 256 threads' partial
     sums of 16 ranks.
     """
-    rows, threads = 16, 256
-    block = problem.block_size
-    chunk = 256 // block * block if block <= 256 else 256
+    rows, threads, chunk = 16, 256, 256
     smem = rows * chunk * 4 + rows * 4 + (threads * 16 * 4 if problem.rank else 0)
     return QuantizerPlan(rows, chunk, threads, smem)
 
@@ -730,7 +755,11 @@ def workspace(
     if not design.private_layout:
         return (*public, lora_act) if kind == "matmul" else ()
     path = v2_path(problem)
-    tokens = (m + tile_m,) if path is not None and path.token_scale else (0,)
+    tokens: tuple = (0,)
+    if path is not None and path.stage_groups:
+        tokens = (problem.k_pad // problem.block_size * ((m + tile_m + 3) // 4 * 4),)
+    elif path is not None and path.token_scale:
+        tokens = (m + tile_m,)
     private = (
         Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
@@ -746,7 +775,9 @@ def workspace(
 def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
     """Bytes of the quantized activation and of its scales, in the public or the gemm's layout."""
     if private:
-        return m * row_bytes(problem), m * 4
+        path = v2_path(problem)
+        groups = problem.k_pad // problem.block_size if path and path.stage_groups else 1
+        return m * row_bytes(problem), m * 4 * groups
     blocks = problem.k_pad // problem.block_size
     return m * problem.k_pad // 2, m * blocks * ITEMSIZE[problem.scale_dtype]
 

@@ -74,6 +74,8 @@ _V2_FIXED_ROWS = {
     "Nvfp4": 33,
     "Nvfp4Rounded": 126,
     "Int4Row": 126,
+    "Int4Group64": 126,
+    "Int4Group128": 126,
 }
 _V2_COLUMN_S = {
     "Mxfp4": 1.88e-9,
@@ -81,6 +83,8 @@ _V2_COLUMN_S = {
     "Nvfp4": 2.32e-9,
     "Nvfp4Rounded": 1.88e-9,
     "Int4Row": 1.88e-9,
+    "Int4Group64": 1.88e-9,
+    "Int4Group128": 1.88e-9,
 }
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
