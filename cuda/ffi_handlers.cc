@@ -487,6 +487,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   p.m = Dim(q.x, 0);
   p.k = static_cast<int>(spec.k);
   p.k_pad = static_cast<int>(spec.k_pad);
+  p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   p.chunks = static_cast<int>(plan.q_lane_chunks);
   p.warps = static_cast<int>(plan.q_warps);
   p.x_dtype = ToDType(q.x.element_type());

@@ -12,6 +12,8 @@ const void* quantize_v2_kernel_Mxfp4(Source source, int chunks, int warps);
 const void* quantize_v2_kernel_Nvfp4(Source source, int chunks, int warps);
 const void* quantize_v2_kernel_Nvfp4Rounded(Source source, int chunks, int warps);
 const void* quantize_v2_kernel_Int4Row(Source source, int chunks, int warps);
+const void* quantize_v2_kernel_Int4Group64(Source source, int chunks, int warps);
+const void* quantize_v2_kernel_Int4Group128(Source source, int chunks, int warps);
 }  // namespace sm90
 
 namespace {
@@ -34,6 +36,10 @@ const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) 
       return sm90::quantize_v2_kernel_Nvfp4Rounded(source, chunks, warps);
     case GemmV2Path::kInt4Row:
       return sm90::quantize_v2_kernel_Int4Row(source, chunks, warps);
+    case GemmV2Path::kInt4Group64:
+      return sm90::quantize_v2_kernel_Int4Group64(source, chunks, warps);
+    case GemmV2Path::kInt4Group128:
+      return sm90::quantize_v2_kernel_Int4Group128(source, chunks, warps);
   }
   return nullptr;
 }
@@ -57,12 +63,13 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p, bool beside,
   a.act = static_cast<uint8_t*>(p.act);
   a.token_scale = p.token_scale;
   a.rows = sm90::row_inputs_args(path, p.weight, block == 0 ? 1 : p.k_pad / block);
-  a.prepare_ctas = CeilDiv(p.weight.n, path == GemmV2Path::kInt4Row
-                                           ? threads
-                                           : sm90::kRowsPerPrepareCta);
+  const bool int4 = path >= GemmV2Path::kInt4Row;
+  a.prepare_ctas =
+      CeilDiv(p.weight.n, int4 ? threads : sm90::kRowsPerPrepareCta);
   a.m = static_cast<int>(p.m);
   a.k = p.k;
   a.groups = static_cast<int>(GemmV2ActBytes(path, p.k_pad) / kGemmV2RowBytes);
+  a.token_pitch = p.token_pitch;
   a.x_dtype = p.x_dtype;
   a.floor_rule = p.rule == ScaleRule::kFloor;
   a.is_unsigned = p.is_unsigned;

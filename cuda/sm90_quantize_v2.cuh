@@ -27,11 +27,12 @@ struct QuantizeV2Args {
   const float* smooth;            // (K,) or null
   const float* act_global_scale;  // () or null
   uint8_t* act;                   // (M, 128 groups)
-  float* token_scale;             // (M,), paths that have one
+  float* token_scale;             // (M,), or (groups of K, token_pitch); paths that have one
   RowInputsArgs rows;
   int prepare_ctas;
   int m, k;
   int groups;        // 128 bytes of the layout each, per token
+  int64_t token_pitch;
   DType x_dtype;     // where kX is not kBf16
   bool floor_rule;   // mxfp4
   bool is_unsigned;  // int4
@@ -275,16 +276,19 @@ __device__ __forceinline__ uint32_t token_max(uint32_t v, uint32_t* slots, int p
   return v;
 }
 
-// Words of k 0..3 and 4..7 of a chunk to their places: halves h = 0 and 1 of step s = lane % 4 of the
-// 128-k group, four bytes for each block q = lane / 4 % 4. Lanes of neighbouring blocks swap halves, so
-// that each stores eight bytes.
+// Words of k 0..3 and 4..7 of a chunk to their places: halves h = 0 and 1 of step s of the 128-k group,
+// four bytes for each block q. Lanes of neighbouring blocks swap halves, so that each stores eight
+// bytes. s = lane % 4 and q = lane / 4 % 4; with kHalves the order is one of 64 k at a time, and
+// s = 2 (lane / 8 % 2) + lane % 2, q = lane / 2 % 4.
+template <bool kHalves = false>
 __device__ __forceinline__ void store_8bit(uint8_t* group, uint32_t word0, uint32_t word1, int lane,
                                            bool inside) {
-  const int q = lane / 4 % 4;
+  const int q = kHalves ? lane / 2 % 4 : lane / 4 % 4;
+  const int s = kHalves ? 2 * (lane / 8 % 2) + lane % 2 : lane % 4;
   const bool odd = q % 2 == 1;
-  const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? word0 : word1, 4);
+  const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? word0 : word1, kHalves ? 2 : 4);
   const uint2 pair = odd ? make_uint2(other, word1) : make_uint2(word0, other);
-  uint8_t* at = group + 32 * (lane % 4) + (odd ? 16 + 4 * (q - 1) : 4 * q);
+  uint8_t* at = group + 32 * s + (odd ? 16 + 4 * (q - 1) : 4 * q);
   if (inside) *reinterpret_cast<uint2*>(at) = pair;
 }
 
@@ -450,9 +454,27 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
   }
 }
 
+// Codes of int4 as floats, -8..7 or 0..15 and not yet rounded.
+struct Int4Codes {
+  Quotient quotient;
+  // A power of two times the scale, which the scale's cap keeps finite, so that Inf has a quotient.
+  float bound;
+  float low, high;
+
+  __device__ __forceinline__ Int4Codes(const BlockScale& scale, bool is_unsigned)
+      : quotient(scale.live ? scale.factor : 0.0f),
+        bound((is_unsigned ? 16.0f : 8.0f) * scale.factor),
+        low(is_unsigned ? 0.0f : -8.0f),
+        high(is_unsigned ? 15.0f : 7.0f) {}
+
+  __device__ __forceinline__ float operator()(float v) const {
+    return clamp(quotient(clamp(v, -bound, bound)), low, high);
+  }
+};
+
 // Integers as bytes, one scale per token.
 template <int kChunks, int kWarps, class X>
-__device__ __forceinline__ void quantize_int4(const QuantizeV2Args& args, const X& x, int token,
+__device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, const X& x, int token,
                                               uint8_t* out, const Place& at) {
   uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
 #pragma unroll
@@ -462,19 +484,44 @@ __device__ __forceinline__ void quantize_int4(const QuantizeV2Args& args, const 
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
   const BlockScale scale = ChooseInt4Scale(largest, args.is_unsigned, args.rows.scale_dtype);
   if (at.part == 0 && at.lane == 0) args.token_scale[token] = Flush(scale.factor);
-  const Quotient quotient(scale.live ? scale.factor : 0.0f);
-  const float low = args.is_unsigned ? 0.0f : -8.0f;
-  const float high = args.is_unsigned ? 15.0f : 7.0f;
-  // A power of two times the scale, which the scale's cap keeps finite, so that Inf has a quotient.
-  const float bound = (args.is_unsigned ? 16.0f : 8.0f) * scale.factor;
+  const Int4Codes codes(scale, args.is_unsigned);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     float v[8];
     x.get(i, v);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = clamp(quotient(clamp(v[j], -bound, bound)), low, high);
+    for (int j = 0; j < 8; ++j) v[j] = codes(v[j]);
     const int c = chunk_of<kWarps>(at, i);
     store_8bit(out + c / 16 * 128, pack_s8(v), pack_s8(v + 4), at.lane, c / 16 < args.groups);
+  }
+}
+
+// Integers as e4m3, which holds -8..16, and a scale for each kLanes lanes of a token.
+template <int kLanes, int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args, const X& x,
+                                                     int token, uint8_t* out, const Place& at) {
+  const int groups = (args.k + 8 * kLanes - 1) / (8 * kLanes);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    // Bits of a non-negative float or NaN: ordered as integers.
+    uint32_t largest = __float_as_uint(x.largest(i, args.is_unsigned));
+#pragma unroll
+    for (int d = 1; d < kLanes; d *= 2) {
+      largest = max(largest, __shfl_xor_sync(kAllLanes, largest, d));
+    }
+    const BlockScale scale = ChooseInt4Scale(largest, args.is_unsigned, args.rows.scale_dtype);
+    const int c = chunk_of<kWarps>(at, i);
+    const int group = c / kLanes;
+    if (c % kLanes == 0 && group < groups) {
+      args.token_scale[group * args.token_pitch + token] = Flush(scale.factor);
+    }
+    const Int4Codes codes(scale, args.is_unsigned);
+    float v[8];
+    x.get(i, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = rintf(codes(v[j]));
+    store_8bit<true>(out + c / 16 * 128, pack_e4m3(v), pack_e4m3(v + 4), at.lane,
+                     c / 16 < args.groups);
   }
 }
 
@@ -496,7 +543,7 @@ template <GemmV2Path kPath>
 __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, int warps) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  if constexpr (kPath == GemmV2Path::kInt4Row) {
+  if constexpr (kPath >= GemmV2Path::kInt4Row) {
     write_int4_row_inputs(args.rows, blockIdx.x * 32 * warps + threadIdx.x);
   } else {
     constexpr Format kFormat =
@@ -530,8 +577,11 @@ __global__ void __launch_bounds__(quantize_threads(kWarps),
         quantize_nvfp4<kChunks, kWarps>(args, x, out, at);
       } else if constexpr (kPath == GemmV2Path::kNvfp4Rounded) {
         quantize_nvfp4_rounded<kChunks, kWarps>(args, x, token, out, at);
+      } else if constexpr (kPath == GemmV2Path::kInt4Row) {
+        quantize_int4_row<kChunks, kWarps>(args, x, token, out, at);
       } else {
-        quantize_int4<kChunks, kWarps>(args, x, token, out, at);
+        constexpr int kLanes = kPath == GemmV2Path::kInt4Group64 ? 8 : 16;
+        quantize_int4_groups<kLanes, kChunks, kWarps>(args, x, token, out, at);
       }
     }
   }

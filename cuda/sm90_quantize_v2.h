@@ -34,7 +34,8 @@ struct QuantizeV2Params {
   const float* smooth;        // (k,) or null; x is multiplied by 1 / smooth
   const float* global_scale;  // (1,) or null; then by 1 / global_scale
   void* act;                  // (m, GemmV2ActBytes), private layout
-  float* token_scale;         // (m + tile_m) if GemmV2TokenScale
+  float* token_scale;         // GemmV2Tokens
+  int64_t token_pitch;        // GemmV2TokenPitch
   WeightRowParams weight;
   int64_t m;
   int k, k_pad;
