@@ -436,7 +436,7 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
     largest = max(largest, byte & 0x7F);
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
-  const int exponent = rounded_exponent(rounded_base(largest));
+  const int exponent = rounded_exponent(largest);
   if (at.part == 0 && at.lane == 0) {
     args.token_scale[token] =
         largest == 0x7F ? __int_as_float(kFloatNan) : power_of_two(exponent);
