@@ -717,6 +717,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="cells in flight")
     parser.add_argument("--small", action="store_true", help="a few small cells only")
     parser.add_argument("--kernel", help="only cells that force this kernel, or leave it open")
+    parser.add_argument("--every", type=int, default=1, help="every N-th cell only")
     parser.add_argument(
         "--paths", nargs="+", choices=V2_PATHS, help="only the sm90_v2 cells of these paths"
     )
@@ -730,6 +731,7 @@ def main() -> int:
         todo = [*v2_cells(args.paths), *v2_extra_cells(args.paths)]
     if args.kernel:
         todo = [cell for cell in todo if cell.kernel in (args.kernel, None)]
+    todo = todo[:: args.every]
     results, failed, started = [], 0, time.time()
 
     def run(cell: Cell) -> dict:
