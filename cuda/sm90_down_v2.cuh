@@ -117,14 +117,12 @@ __device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int ste
 
 // Floats of a token's partial sums; the pad keeps a quad's tokens in different banks.
 template <int kRankTiles>
-constexpr int down_pitch() {
-  return 64 * kRankTiles + 4;
-}
+constexpr int kDownPitch = 64 * kRankTiles + 4;
 
 template <int kRankTiles, int kTiles>
 __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp, uint32_t lane,
                                               const float (&acc)[kTiles][kDownTokens / 2]) {
-  constexpr int kPitch = down_pitch<kRankTiles>();
+  constexpr int kPitch = kDownPitch<kRankTiles>;
   const uint32_t at =
       smem + (lane % 4 * 2 * kPitch + group * kTiles * 64 + warp * 16 + lane / 4) * 4;
 #pragma unroll
@@ -154,7 +152,7 @@ __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t sm
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int peer = 0; peer < active; ++peer) {
       const float4 v =
-          load_cluster_f4(smem + (token * down_pitch<kRankTiles>() + r) * 4, peer);
+          load_cluster_f4(smem + (token * kDownPitch<kRankTiles> + r) * 4, peer);
       sum.x += v.x;
       sum.y += v.y;
       sum.z += v.z;

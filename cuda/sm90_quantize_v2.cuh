@@ -530,10 +530,14 @@ __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args,
 constexpr int kQuantizeThreads = 256;
 
 // Threads of a CTA and tokens they take.
-constexpr int quantize_threads(int warps) { return warps > 8 ? 32 * warps : kQuantizeThreads; }
-constexpr int quantize_tokens(int warps) { return quantize_threads(warps) / 32 / warps; }
+__host__ __device__ constexpr int quantize_threads(int warps) {
+  return warps > 8 ? 32 * warps : kQuantizeThreads;
+}
+__host__ __device__ constexpr int quantize_tokens(int warps) {
+  return quantize_threads(warps) / 32 / warps;
+}
 // CTAs per SM that registers must leave room for: loads in flight hide the memory's latency.
-constexpr int quantize_blocks(Source source, int chunks, int warps) {
+__host__ __device__ constexpr int quantize_blocks(Source source, int chunks, int warps) {
   const bool plain = source == Source::kPlain;
   const int threads = chunks == 4 ? (plain ? 1536 : 1024) : (plain ? 1024 : 512);
   return threads / quantize_threads(warps);
