@@ -492,14 +492,15 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(attrs["plan"], attrs["spec"])
 
-    @parameterized.parameters(("missing", 40), ("surplus", 42))
-    def test_wrong_attribute_count_is_refused(self, change, count):
+    @parameterized.parameters(("missing", -1), ("surplus", 1))
+    def test_wrong_attribute_count_is_refused(self, change, difference):
         plan_attrs, spec_attrs = self.attrs()
+        count = len(plan_attrs)
         if change == "missing":
             del plan_attrs["q_rows"]
         else:
             plan_attrs["extra"] = 0
-        text = f"(?s)INVALID_ARGUMENT.*expected 41 attributes but got {count}"
+        text = f"(?s)INVALID_ARGUMENT.*expected {count} attributes but got {count + difference}"
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs)
 
