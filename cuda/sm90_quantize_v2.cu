@@ -69,6 +69,7 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p, bool beside,
   a.m = static_cast<int>(p.m);
   a.k = p.k;
   a.groups = static_cast<int>(GemmV2ActBytes(path, p.k_pad) / kGemmV2RowBytes);
+  a.k_layout = a.groups * GemmV2TileK(path);
   a.token_pitch = p.token_pitch;
   a.x_dtype = p.x_dtype;
   a.floor_rule = p.rule == ScaleRule::kFloor;

@@ -32,6 +32,7 @@ struct QuantizeV2Args {
   int prepare_ctas;
   int m, k;
   int groups;        // 128 bytes of the layout each, per token
+  int k_layout;      // K that these hold
   int64_t token_pitch;
   DType x_dtype;     // where kX is not kBf16
   bool floor_rule;   // mxfp4
@@ -325,16 +326,23 @@ __device__ __forceinline__ int chunk_of(const Place& at, int i) {
   return at.part * 32 + at.lane + i * 32 * kWarps;
 }
 
+// Whether piece i of a warp lies past the token's end; the same for all its lanes.
+template <int kWarps>
+__device__ __forceinline__ bool past_end(const QuantizeV2Args& args, const Place& at, int i) {
+  return 8 * (at.part * 32 + i * 32 * kWarps) >= args.k_layout;
+}
+
 // e5m2, blocks of four lanes. The fold cancels a block's own scale: every value of the token is
 // multiplied by one power of two and rounded on the grid of its block, 2^(offset - kFoldBias).
 template <int kChunks, int kWarps, class X>
 __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const X& x, int token,
                                                uint8_t* out, const Place& at) {
   constexpr int kLargestScale = 252;  // so that 6 times the scale is finite
-  uint32_t bytes[(kChunks + 3) / 4];
+  uint32_t bytes[(kChunks + 3) / 4] = {};
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     float amax = x.largest(i);
     amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
     amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 2)));
@@ -359,6 +367,7 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
   const float more = power_of_two(max(exponent - 127, 0));
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     float v[8];
     x.get(i, v);
     if (exponent > 127) {
@@ -408,6 +417,7 @@ __device__ __forceinline__ void quantize_nvfp4(const QuantizeV2Args& args, const
                                                const Place& at) {
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     uint32_t byte;
     const float scale = block_scale_nvfp4(x.largest(i), byte);
     float v[8];
@@ -427,10 +437,11 @@ __device__ __forceinline__ void quantize_nvfp4(const QuantizeV2Args& args, const
 template <int kChunks, int kWarps, class X>
 __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& args, const X& x,
                                                        int token, uint8_t* out, const Place& at) {
-  float scales[kChunks];
+  float scales[kChunks] = {};
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     uint32_t byte;
     scales[i] = block_scale_nvfp4(x.largest(i), byte);
     largest = max(largest, byte & 0x7F);
@@ -444,6 +455,7 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
   const float inverse = power_of_two(-exponent);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     float v[8];
     x.get(i, v);
     round_nvfp4(v, scales[i]);
@@ -479,6 +491,7 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
   uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     largest = max(largest, __float_as_uint(x.largest(i, args.is_unsigned)));
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
@@ -487,6 +500,7 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
   const Int4Codes codes(scale, args.is_unsigned);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     float v[8];
     x.get(i, v);
 #pragma unroll
@@ -503,6 +517,7 @@ __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args,
   const int groups = (args.k + 8 * kLanes - 1) / (8 * kLanes);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
     // Bits of a non-negative float or NaN: ordered as integers.
     uint32_t largest = __float_as_uint(x.largest(i, args.is_unsigned));
 #pragma unroll

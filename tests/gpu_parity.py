@@ -168,6 +168,8 @@ def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
     start = zlib.crc32(f"v2 {path} {tile_m} {cluster}".encode())
     for i, (m, n, k) in enumerate(V2_SHAPES):
         turn = start + i
+        # One group in all would be a scale per row, which is another path.
+        k = max(k, (which.get("block_size") or 0) + 8)
         cell = Cell(
             rank=V2_RANKS[turn % 5],
             m=m,
