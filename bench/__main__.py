@@ -66,6 +66,8 @@ def run(shapes: list[Shape], layers: list[cases.Layer], args: argparse.Namespace
         for name, build in cases.routes(layers, simple=args.simple):
             if args.routes and not any(part in name for part in [*args.routes, cases.BASE]):
                 continue
+            if any(part in name for part in args.skip):
+                continue
             row = {"shape": str(shape), "route": name, "m": shape.m, "k": shape.k, "n": shape.n}
             try:
                 row |= _time(build, shape, copies, args)
@@ -97,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=Shape.parse, help="MxKxN or MxKxNrR")
     parser.add_argument("--layers", nargs="+", choices=names, default=names)
     parser.add_argument("--routes", nargs="+", help="only routes that contain one of these texts")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], help="no routes that contain one of these texts"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--simple", action="store_true", help="time kernel sm90_v1 too")
     parser.add_argument(

@@ -32,7 +32,9 @@ class Layer:
 
 LAYERS = (
     Layer("mxfp4", {"format": "mxfp4"}),
+    Layer("mxfp4 highest", {"format": "mxfp4"}, {"precision": "highest"}),
     Layer("nvfp4", {"format": "nvfp4"}),
+    Layer("nvfp4 fastest", {"format": "nvfp4"}, {"precision": "fastest"}),
     Layer("int4", {"format": "int4"}),
     Layer("int4 per row", {"format": "int4", "block_size": None}),
 )
