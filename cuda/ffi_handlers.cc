@@ -15,6 +15,7 @@
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_quantize_public.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
 #include "sm90_repack_v2.h"
@@ -457,26 +458,60 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
-// LoRA-down, then beside it the quantizer.
+// LoRA-down; what follows may run beside it.
+Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
+           const SpecAttrs& spec, int device) {
+  DownV2Params d = {};
+  d.x = q.x.untyped_data();
+  d.lora_down = q.lora_down.untyped_data();
+  d.lora_act = q.lora_act.untyped_data();
+  d.m = Dim(q.x, 0);
+  d.k = static_cast<int>(spec.k);
+  d.rank = static_cast<int>(Dim(q.lora_down, 1));
+  d.cluster = static_cast<int>(plan.down_cluster);
+  d.stages = static_cast<int>(plan.down_stages);
+  d.off_barriers = static_cast<int>(plan.off_down_barriers);
+  d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
+  if (d.rank > 0) W4A4_CUDA(LaunchDownV2(d, device, stream));
+  return Error::Success();
+}
+
+bool RunsBesideDown(const QuantizeBuffers& q) {
+  return Dim(q.lora_down, 1) > 0 &&
+         g_dependent_launch.load(std::memory_order_relaxed);
+}
+
+// Codes and scales, with a token in registers.
+Error QuantizePublic(cudaStream_t stream, const QuantizeBuffers& q,
+                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  QuantizePublicParams p = {};
+  p.m = Dim(q.x, 0);
+  if (p.m == 0) return Error::Success();
+  W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
+  p.x = q.x.untyped_data();
+  p.smooth = OptionalData(q.smooth);
+  p.global_scale = OptionalData(q.global_scale);
+  p.packed = q.packed.untyped_data();
+  p.scales = q.scales.untyped_data();
+  p.k = static_cast<int>(spec.k);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.block = static_cast<int>(spec.block_size);
+  p.chunks = static_cast<int>(plan.q_lane_chunks);
+  p.warps = static_cast<int>(plan.q_warps);
+  p.x_dtype = ToDType(q.x.element_type());
+  p.scale_dtype = ToDType(q.scales.element_type());
+  p.rule = static_cast<ScaleRule>(spec.act_rule);
+  p.is_unsigned = spec.act_unsigned != 0;
+  W4A4_CUDA(LaunchQuantizePublic(static_cast<Format>(spec.format), p,
+                                 RunsBesideDown(q), stream));
+  return Error::Success();
+}
+
+// LoRA-down, then beside it the quantizer of the private layout.
 Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const GemmBuffers& b, const PrivateBuffers& w,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
-  const int rank = static_cast<int>(Dim(q.lora_down, 1));
-  const bool dependent = g_dependent_launch.load(std::memory_order_relaxed);
-  if (rank > 0) {
-    DownV2Params d = {};
-    d.x = q.x.untyped_data();
-    d.lora_down = q.lora_down.untyped_data();
-    d.lora_act = q.lora_act.untyped_data();
-    d.m = Dim(q.x, 0);
-    d.k = static_cast<int>(spec.k);
-    d.rank = rank;
-    d.cluster = static_cast<int>(plan.down_cluster);
-    d.stages = static_cast<int>(plan.down_stages);
-    d.off_barriers = static_cast<int>(plan.off_down_barriers);
-    d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
-    W4A4_CUDA(LaunchDownV2(d, device, stream));
-  }
+  W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   QuantizeV2Params p = {};
   p.x = q.x.untyped_data();
   p.smooth = OptionalData(q.smooth);
@@ -493,8 +528,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   p.x_dtype = ToDType(q.x.element_type());
   p.rule = static_cast<ScaleRule>(spec.act_rule);
   p.is_unsigned = spec.act_unsigned != 0;
-  W4A4_CUDA(
-      LaunchQuantizeV2(plan.V2Path(), p, rank > 0 && dependent, stream));
+  W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, RunsBesideDown(q), stream));
   return Error::Success();
 }
 
@@ -634,8 +668,17 @@ Error QuantizeImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   int device = 0;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
   W4A4_RETURN_IF_ERROR(CheckQuantize(b, plan, spec));
-  W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.q_smem_bytes, &device));
-  return Quantize(stream, b, spec);
+  W4A4_RETURN_IF_ERROR(CheckDevice(
+      plan, std::max(plan.q_smem_bytes, plan.down_smem_bytes), &device));
+  if (!plan.QuantizerIsPublic()) return Quantize(stream, b, spec);
+  if (Dim(lora_down, 1) > 0) {
+    W4A4_RETURN_IF_ERROR(Check("x", x, {DataType::BF16}, {kAny, kAny}));
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_down", lora_down, {DataType::BF16}, {kAny, kAny}));
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_act", b.lora_act, {DataType::BF16}, {kAny, kAny}));
+  }
+  return QuantizePublic(stream, b, plan, spec, device);
 }
 
 Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
@@ -689,6 +732,10 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
     return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
   }
   int device = 0;
+  if (plan.QuantizerIsPublic()) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: quantizer 3 belongs to calls without a gemm");
+  }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));

@@ -303,14 +303,16 @@ ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
 
 namespace {
 
-ffi::Error CheckQuantizerV2(const PlanAttrs& p, const SpecAttrs& s,
-                            int64_t rank) {
-  if (!p.IsV2() || s.k % 8 != 0 || rank % 16 != 0 || rank > kDownV2MaxRank ||
+// Quantizers 2 and 3, which hold a token in registers and leave LoRA-down to a
+// launch of its own.
+ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
+                               int64_t rank) {
+  if (p.QuantizerIsV2() != p.IsV2() || s.k % 8 != 0 || rank % 16 != 0 || rank > kDownV2MaxRank ||
       (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
-        "quantizer 2 takes k a multiple of 8 before kernel sm90_v2, rank a "
-        "multiple of 16 up to ", kDownV2MaxRank, ", LoRA-down on x; got kernel ",
-        p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
+        "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernel "
+        "sm90_v2 and 3 without one, rank a multiple of 16 up to ",
+        kDownV2MaxRank, ", LoRA-down on x; got kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
         s.lora_smoothed);
   }
   const bool compiled = HasQuantizeV2(p.q_lane_chunks, p.q_warps);
@@ -318,7 +320,7 @@ ffi::Error CheckQuantizerV2(const PlanAttrs& p, const SpecAttrs& s,
       p.q_rows != QuantizeV2Tokens(p.q_warps) || p.q_chunk_k != s.k_pad ||
       p.q_threads != QuantizeV2Threads(p.q_warps) || p.q_smem_bytes != 0) {
     return Precondition(
-        "plan gives quantizer 2 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
+        "plan gives quantizer ", p.q_kernel, " ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
         p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
         " warps and ", p.q_lane_chunks, " lane chunks for k ", s.k,
         "; it needs lane chunks and warps 4 and 4, 4 and 8, 8 and 8 or 8 and 16 "
@@ -350,7 +352,9 @@ ffi::Error CheckQuantizerV2(const PlanAttrs& p, const SpecAttrs& s,
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
-  if (p.QuantizerIsV2()) return CheckQuantizerV2(p, s, rank);
+  if (p.QuantizerIsV2() || p.QuantizerIsPublic()) {
+    return CheckTokenQuantizer(p, s, rank);
+  }
   const int64_t needed = QuantizeSmemBytes(rank > 0);
   if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
       p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||

@@ -17,7 +17,7 @@ constexpr int64_t kPlanSchema = 3;
 // Values of PlanAttrs::kernel.
 enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
 // Values of PlanAttrs::q_kernel.
-enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2 };
+enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
@@ -50,6 +50,9 @@ struct PlanAttrs {
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }
   bool QuantizerIsV2() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kV2);
+  }
+  bool QuantizerIsPublic() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kPublic);
   }
 };
 

@@ -72,6 +72,7 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p, bool beside,
   a.k_layout = a.groups * GemmV2TileK(path);
   a.token_pitch = p.token_pitch;
   a.x_dtype = p.x_dtype;
+  a.scale_dtype = p.weight.scale_dtype;
   a.floor_rule = p.rule == ScaleRule::kFloor;
   a.is_unsigned = p.is_unsigned;
   a.wait = beside;

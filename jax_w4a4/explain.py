@@ -564,7 +564,8 @@ def _quantizer_title(plan: Plan) -> str:
             f"threads, {q.smem_bytes} B shared memory)"
         )
     rows = "1 row" if q.rows == 1 else f"{q.rows} rows"
-    title = f"quantizer into the gemm's layout ({rows} per CTA of {q.threads} threads)"
+    to = " into the gemm's layout" if q.kernel == 2 else ""
+    title = f"quantizer{to} ({rows} per CTA of {q.threads} threads)"
     d = q.down
     if d is None:
         return title

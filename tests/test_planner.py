@@ -392,6 +392,20 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertEqual(q.rows * q.warps * 32, q.threads)
 
     @parameterized.parameters(
+        ("mxfp4", {}, 3, "4 warps hold a token in registers; LoRA-down beside it"),
+        ("nvfp4", {"x_dtype": "float16", "rank": 0}, 3, "one read of x, to codes and block scales"),
+        ("int4", {"lora_smoothed": True}, 1, ""),
+        ("int4", {"lora_dtype": "float32"}, 1, ""),
+        ("nvfp4", {"k": 3836}, 1, ""),
+    )
+    def test_an_activation_on_its_own(self, format, changes, kernel, reason):
+        """Projections that share it call identical quantizers, whatever their gemm."""
+        p = dataclasses.replace(problem(n=0, format=format), **changes)
+        solved = plan.solve(p, "sm_90")
+        self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_v1", kernel))
+        self.assertIn(reason, solved.quantizer.why)
+
+    @parameterized.parameters(
         (4352, 3840, 2), (8192, 8192, 1), (1024, 3840, 8), (2200, 3840, 4), (256, 128, 2)
     )
     def test_lora_down_divides_k_while_one_wave_holds_it(self, m, k, cluster):

@@ -34,11 +34,11 @@ __all__ = [
     "V2Path",
     "gemm_traffic",
     "layout",
+    "down_v2",
     "lora_steps",
     "output_tile_bytes",
     "quantizer_traffic",
     "quantizer_v1",
-    "quantizer_v2",
     "row_bytes",
     "sm90_v1",
     "sm90_v2",
@@ -46,6 +46,7 @@ __all__ = [
     "step_flops",
     "svdquant_v2",
     "tmem_columns",
+    "token_quantizer",
     "v2_path",
     "workspace",
 ]
@@ -223,12 +224,13 @@ class QuantizerPlan:
     """Launch of the activation quantizer.
 
     Attributes:
-      kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm.
+      kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm, 3
+        the public layout with a token in registers.
       rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      warps: that hold a token in registers (quantizer 2).
-      lane_chunks: pieces of eight values of a token in each of their lanes (quantizer 2).
+      warps: that hold a token in registers (quantizers 2 and 3).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 and 3).
       down: LoRA-down, where it is a launch of its own.
       why: the reason for this kernel, where there was a choice.
     """
@@ -698,12 +700,12 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-# (lane chunks, warps) of quantizer 2 that are compiled.
+# (lane chunks, warps) of quantizers 2 and 3 that are compiled.
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
-def quantizer_v2(problem: Problem) -> QuantizerPlan | None:
-    """The quantizer of the sm90_v2 layout (cuda/sm90_quantize_v2.cuh), None where K is too long.
+def token_quantizer(problem: Problem, kernel: int) -> QuantizerPlan | None:
+    """Quantizer 2 or 3 (cuda/sm90_quantize_token.cuh), None where K is too long.
 
     A token is held by the registers of ``warps`` warps, so a CTA of 256 threads, or of 16 warps,
     takes one or two tokens and has no dynamic shared memory.
@@ -714,7 +716,7 @@ def quantizer_v2(problem: Problem) -> QuantizerPlan | None:
             threads = max(256, 32 * warps)
             rows = threads // 32 // warps
             return QuantizerPlan(
-                rows, problem.k_pad, threads, 0, kernel=2, warps=warps, lane_chunks=chunks
+                rows, problem.k_pad, threads, 0, kernel=kernel, warps=warps, lane_chunks=chunks
             )
     return None
 

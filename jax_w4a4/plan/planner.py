@@ -519,37 +519,44 @@ def _quantizer(
             raise ValueError(
                 f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
             )
-        return budget.quantizer_v1(problem)
-    fused = _fused_quantizer(problem, target)
-    if isinstance(fused, QuantizerPlan) and asked != 1:
-        return fused
+        # The gemm of sm90_v1 shares a handler with its own quantizer.
+        alone = problem.n == 0 and design.name == "sm90_v1" and asked is None
+        found = _token_quantizer(problem, target, 3) if alone else None
+        return found if isinstance(found, QuantizerPlan) else budget.quantizer_v1(problem)
+    found = _token_quantizer(problem, target, 2)
+    if isinstance(found, QuantizerPlan) and asked != 1:
+        return found
     if asked == 2:
-        raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {fused}")
-    why = "forced by the caller" if isinstance(fused, QuantizerPlan) else fused
+        raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {found}")
+    why = "forced by the caller" if isinstance(found, QuantizerPlan) else found
     return dataclasses.replace(
         budget.quantizer_v1(problem),
         why=f"quantizer of the public layout, then a pass into the gemm's: {why}",
     )
 
 
-def _fused_quantizer(problem: Problem, target: Target) -> QuantizerPlan | str:
-    """Quantizer 2's launches, or why there are none."""
+def _token_quantizer(problem: Problem, target: Target, kernel: int) -> QuantizerPlan | str:
+    """Launches of quantizer 2 or 3, or why there are none."""
     k = problem.k or problem.k_pad
+    name = f"quantizer {kernel}"
     if k % 8:
-        return f"quantizer 2 loads rows of whole 16 bytes, K is {k}"
-    plan = budget.quantizer_v2(problem)
+        return f"{name} loads rows of whole 16 bytes, K is {k}"
+    plan = budget.token_quantizer(problem, kernel)
     if plan is None:
-        return f"quantizer 2 keeps a token in registers, K = {k} is too long"
-    text = (
-        f"quantizer 2: one read of x, straight into the gemm's layout, {plan.warps} warps hold a "
-        "token in registers"
-    )
+        return f"{name} keeps a token in registers, K = {k} is too long"
+    to = "straight into the gemm's layout" if kernel == 2 else "to codes and block scales"
+    text = f"{name}: one read of x, {to}, {plan.warps} warps hold a token in registers"
     if not problem.rank:
         return dataclasses.replace(plan, why=text)
-    if problem.x_dtype != "bfloat16":
-        return f"LoRA-down beside quantizer 2 reads bfloat16, x is {problem.x_dtype}"
+    if problem.x_dtype != "bfloat16" or problem.lora_dtype != "bfloat16":
+        return (
+            f"LoRA-down beside {name} reads bfloat16, x is {problem.x_dtype} and lora_down "
+            f"{problem.lora_dtype}"
+        )
+    if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
+        return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
     if problem.lora_smoothed:
-        return "LoRA-down beside quantizer 2 reads x before smoothing"
+        return f"LoRA-down beside {name} reads x before smoothing"
     cluster = _down_cluster(problem, target)
     down = budget.down_v2(problem, cluster, target.smem_bytes)
     text += (
