@@ -74,7 +74,7 @@ def matmul(
         reference ignores it. None: nvfp4 and int4 as exact as fp32 sums, mxfp4 with sums as the FP8
         tensor core makes them (about 13 bits per step). "fastest": nvfp4 may round each value
         times its block scale to e4m3, for FP8 speed. "highest": mxfp4 moves its sums to fp32
-        registers every 512 of K. `docs/numerics.md` has the errors.
+        registers every 1024 of K. `docs/numerics.md` has the errors.
       implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
         platform. None is the kernel where there is one for platform, build and shape, otherwise
         the reference, with a `FallbackWarning` once per reason on a CUDA machine. A kernel's name
@@ -217,7 +217,7 @@ def _out_dtype(preferred: Any, default: str) -> str:
 
 
 def _precision(precision: Any) -> str | None:
-    if not any(precision is known or precision == known for known in PRECISIONS):
+    if not (precision is None or (isinstance(precision, str) and precision in PRECISIONS)):
         raise ValueError(
             f"jax_w4a4.matmul: precision={precision!r}; expected None, 'fastest' or 'highest'"
         )

@@ -168,8 +168,8 @@ def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
     start = zlib.crc32(f"v2 {path} {tile_m} {cluster}".encode())
     for i, (m, n, k) in enumerate(V2_SHAPES):
         turn = start + i
-        # One group in all would be a scale per row, which is another path.
-        k = max(k, (which.get("block_size") or 0) + 8)
+        if path.startswith("Int4Group"):
+            k += 128  # more than one group, or the row has a single scale
         cell = Cell(
             rank=V2_RANKS[turn % 5],
             m=m,
@@ -232,7 +232,7 @@ def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
                     kernel="sm90_v2",
                 )
     for path in sorted({"Mxfp4", "Mxfp4Promoted"} & set(paths)):
-        for k in (3840, 15360):
+        for k in (3840, 15360) if path == "Mxfp4Promoted" else ():  # docs/numerics.md
             yield Cell(**V2_PATHS[path], rank=0, m=130, n=136, k=k, positive=True, kernel="sm90_v2")
         yield Cell(**V2_PATHS[path], rank=16, m=140, n=136, k=1056, spread=40, kernel="sm90_v2")
     if "Int4Row" in paths:

@@ -137,6 +137,16 @@ class ValueTest(parameterized.TestCase):
         text = str(jax.make_jaxpr(lambda x: matmul(x, w, implementation="xla"))(x))
         self.assertIn("implementation=xla", text)
 
+    @parameterized.parameters("fastest", "highest")
+    def test_precision(self, precision):
+        """A permission: the reference ignores it, the primitive and its plan carry it."""
+        w = cases.weight(24, 96, rank=16)
+        x = cases.activation(300, 96, dtype="bfloat16")
+        y = matmul(x, w, precision=precision)
+        np.testing.assert_array_equal(y, matmul(x, w))
+        text = str(jax.make_jaxpr(lambda x: matmul(x, w, precision=precision))(x))
+        self.assertIn(f"precision='{precision}'", text)
+
 
 class ActivationTest(parameterized.TestCase):
     """A shared activation gives what separate calls give."""
@@ -607,6 +617,9 @@ class ErrorTest(parameterized.TestCase):
         for f in (matmul, quantize_activation):
             with self.assertRaisesRegex(ValueError, "implementation='triton'; expected None"):
                 f(x, w, implementation="triton")
+        for precision in ("high", 1, jax.lax.Precision.HIGHEST, np.zeros(2)):
+            with self.assertRaisesRegex(ValueError, "precision=.*; expected None, 'fastest'"):
+                matmul(x, w, precision=precision)
         for dtype in (jnp.int8, jnp.float64, jnp.float8_e4m3fn, "foo", 3):
             with self.assertRaisesRegex(TypeError, "^jax_w4a4.matmul: preferred_element_type is"):
                 matmul(x, w, preferred_element_type=dtype)

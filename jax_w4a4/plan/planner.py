@@ -66,25 +66,25 @@ _V2_MOST_INT4_K = 1 << 20
 
 # sm90_v2: a K step of one tile takes _V2_COLUMN_S seconds for each of tile_m + _V2_FIXED_ROWS
 # tokens; the fixed part is the expansion of the weights, which does not depend on tile_m. Fitted to
-# an H200: bench/results/sm90_v2_tiles_h200.json, against which tests/test_planner.py checks every
-# choice.
+# an H200: bench/results/sm90_v2_tiles_h200.json and, for the other paths,
+# sm90_v2_paths_h200.json, against which tests/test_planner.py checks every choice.
 _V2_FIXED_ROWS = {
     "Mxfp4": 126,
-    "Mxfp4Promoted": 126,
+    "Mxfp4Promoted": 200,
     "Nvfp4": 33,
-    "Nvfp4Rounded": 126,
-    "Int4Row": 126,
-    "Int4Group64": 126,
-    "Int4Group128": 126,
+    "Nvfp4Rounded": 375,
+    "Int4Row": 30,
+    "Int4Group64": 70,
+    "Int4Group128": 130,
 }
 _V2_COLUMN_S = {
     "Mxfp4": 1.88e-9,
-    "Mxfp4Promoted": 1.88e-9,
+    "Mxfp4Promoted": 1.64e-9,
     "Nvfp4": 2.32e-9,
-    "Nvfp4Rounded": 1.88e-9,
-    "Int4Row": 1.88e-9,
-    "Int4Group64": 1.88e-9,
-    "Int4Group128": 1.88e-9,
+    "Nvfp4Rounded": 1.24e-9,
+    "Int4Row": 2.36e-9,
+    "Int4Group64": 5.48e-9,
+    "Int4Group128": 3.08e-9,
 }
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
