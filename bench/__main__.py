@@ -78,7 +78,17 @@ def run(shapes: list[Shape], layers: list[cases.Layer], args: argparse.Namespace
                 row["speedup_vs_xla_bf16"] = base / row["us"]
             rows.append(row)
             print(line(row), flush=True)
+        # After each shape, so that a run that is cut short leaves what it has.
+        _save(args.json, rows)
     return rows
+
+
+def _save(path: pathlib.Path | None, rows: list[dict]) -> None:
+    if path is None:
+        return
+    result = {"environment": environment(), "ratios": summary.ratios(rows), "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def line(row: dict) -> str:
@@ -117,10 +127,6 @@ def main(argv: list[str] | None = None) -> int:
     layers = [layer for layer in cases.LAYERS if layer.name in args.layers]
     rows = run(args.shapes or list(PREFILL), layers, args)
     print("\n".join(summary.table(rows)))
-    if args.json:
-        result = {"environment": environment(), "ratios": summary.ratios(rows), "rows": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     failures = [
         f"{row['route']} at {row['shape']}: {row['error']}"
         for row in rows
