@@ -220,7 +220,7 @@ def _explain_shape(
         raise ValueError(
             f"jax_w4a4.explain: shape is {tuple(shape)}; expected three positive integers M, K, N"
         )
-    if format not in _BLOCK:
+    if format not in tuple(_BLOCK):
         raise ValueError(
             f"jax_w4a4.explain: unknown format {format!r}; expected one of {', '.join(_BLOCK)}"
         )

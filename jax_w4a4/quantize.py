@@ -215,8 +215,12 @@ def quantization_error(w: Array, weight: Weight, x: Array | None = None) -> Arra
       float32 scalar: norm(approximation - exact) / norm(exact), bias left out of both.
     """
     who = "quantization_error"
+    if not isinstance(weight, Weight):
+        raise TypeError(
+            f"jax_w4a4.{who}: weight is {type(weight).__name__}; expected a jax_w4a4.Weight"
+        )
     weight.validate(who)
-    w = jnp.asarray(w)
+    w = _asarray("w", w, f"jax_w4a4.{who}")
     if w.ndim != 2 or w.shape != weight.shape:
         raise ValueError(
             f"jax_w4a4.{who}: w is {_describe(w)}; expected the weight's shape {weight.shape}"
@@ -224,7 +228,7 @@ def quantization_error(w: Array, weight: Weight, x: Array | None = None) -> Arra
     w = w.astype(jnp.float32)
     if x is None:
         return _matrix_error(w, weight)
-    x = jnp.asarray(x)
+    x = _asarray("x", x, f"jax_w4a4.{who}")
     if x.ndim != 2 or x.shape[1] != weight.k or x.dtype.name not in formats.FLOAT_DTYPES:
         raise ValueError(
             f"jax_w4a4.{who}: x is {_describe(x)}; expected (M, {weight.k}) float32, bfloat16 "
@@ -242,14 +246,14 @@ def _describe(a: Array) -> str:
     return f"{a.dtype.name}[{','.join(str(d) for d in a.shape)}]"
 
 
-def _asarray(name: str, a: Any) -> Array:
+def _asarray(name: str, a: Any, who: str = _WHO) -> Array:
     try:
         if a is None:
             raise TypeError
         with np.errstate(over="ignore"):  # float64 beyond float32: found by its infinities
             return jnp.asarray(a)
     except (TypeError, ValueError):
-        raise TypeError(f"{_WHO}: {name} is {type(a).__name__}; expected an array") from None
+        raise TypeError(f"{who}: {name} is {type(a).__name__}; expected an array") from None
 
 
 def _vector(name: str, a: Any, length: int | None) -> Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_w4a4 import _ffi, _timing, plan
+from jax_w4a4.formats import PRECISIONS
 from jax_w4a4.matmul import matmul
 from jax_w4a4.plan.tuning import Tuned
 from jax_w4a4.quantize import quantize
-from jax_w4a4.weight import Weight
+from jax_w4a4.weight import Weight, integer
 
 Array = jax.Array
 
@@ -24,6 +26,7 @@ def tune(
     format: str = "nvfp4",
     rank: int = 32,
     dtype: Any = jnp.bfloat16,
+    precision: str | None = None,
     path: str | os.PathLike | None = None,
     rounds: int = 5,
     **options: Any,
@@ -39,6 +42,7 @@ def tune(
       shapes: (M, K, N) of x (M, K) and of the weight (N, K).
       format, rank: of the weight, which is random.
       dtype: of x.
+      precision: as of `matmul`.
       path: where to save the result as JSON.
       rounds: timed rounds per candidate, of which the median counts.
       **options: more keywords of `jax_w4a4.quantize`, `block_size` say.
@@ -50,9 +54,14 @@ def tune(
       NotImplementedError: no GPU, a CPU package, or a kernel without a choice of tiles.
       ValueError, TypeError: as `quantize` and `matmul`.
     """
-    for shape in shapes:
-        if len(shape) != 3 or not all(isinstance(d, int) and d > 0 for d in shape):
-            raise ValueError(f"jax_w4a4.tune: shape {shape!r}; expected (M, K, N), all positive")
+    shapes = _checked(shapes)
+    rounds = integer(
+        rounds, f"jax_w4a4.tune: rounds={rounds!r}; expected an integer of at least 1", 1
+    )
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"jax_w4a4.tune: precision={precision!r}; expected None, 'fastest' or 'highest'"
+        )
     if not _ffi.has_cuda() or jax.default_backend() != "gpu":
         raise NotImplementedError(
             "jax_w4a4.tune: needs a GPU and a package with CUDA kernels; plans for another machine "
@@ -61,13 +70,28 @@ def tune(
         )
     device = jax.devices()[0].device_kind
     found = tuple(
-        _tune_one(*_operands(shape, format, rank, dtype, options), device, rounds)
+        _tune_one(*_operands(shape, format, rank, dtype, options), precision, device, rounds)
         for shape in shapes
     )
     plan.tuning.add(found)
     if path is not None:
         plan.tuning.save(path, found)
     return found
+
+
+def _checked(shapes: Any) -> list[tuple[int, int, int]]:
+    if not isinstance(shapes, Sequence) or isinstance(shapes, str):
+        raise TypeError(
+            f"jax_w4a4.tune: shapes is {type(shapes).__name__}; expected a list of (M, K, N)"
+        )
+    checked = []
+    for shape in shapes:
+        wanted = f"jax_w4a4.tune: shape {shape!r}; expected (M, K, N), all positive"
+        if not isinstance(shape, Sequence) or len(shape) != 3:
+            raise ValueError(wanted)
+        m, k, n = (integer(size, wanted, 1) for size in shape)
+        checked.append((m, k, n))
+    return checked
 
 
 def _operands(
@@ -87,30 +111,29 @@ def _operands(
     return xs, ws
 
 
-def _tune_one(xs: list[Array], ws: list[Weight], device: str, rounds: int) -> Tuned:
-    planned = _plan_of(xs[0], ws[0])
+def _tune_one(
+    xs: list[Array], ws: list[Weight], precision: str | None, device: str, rounds: int
+) -> Tuned:
+    call = functools.partial(matmul, implementation="cuda", precision=precision)
+    planned = _plan_of(call, xs[0], ws[0])
     sets = list(zip(xs, ws, strict=True))
 
     def seconds(choices: dict[str, int]) -> float:
         entry = Tuned(planned.target, planned.problem, _pairs(choices), 0.0, 0.0, device)
         with plan.tuning.using([entry]):
-            chain = _timing.jax_chain(_matmul, sets)
+            chain = _timing.jax_chain(call, sets)
             return _timing.seconds_per_call(chain, rounds=rounds)
 
     return sweep(planned, seconds, device)
-
-
-def _matmul(x: Array, w: Weight) -> Array:
-    return matmul(x, w, implementation="cuda")
 
 
 def _pairs(choices: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(choices.items()))
 
 
-def _plan_of(x: Array, w: Weight) -> plan.Plan:
+def _plan_of(call: Callable[..., Array], x: Array, w: Weight) -> plan.Plan:
     with plan.recording() as plans:
-        jax.jit(_matmul).trace(x, w)
+        jax.jit(call).trace(x, w)
     return plans[0]
 
 

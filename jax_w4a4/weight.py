@@ -286,7 +286,9 @@ class Weight:
           **optional: any other field of `Weight` but block_size and k.
         """
         who = "Weight.from_scaled"
-        values, scales = jnp.asarray(values), jnp.asarray(scales)
+        values, scales = _array("values", values, who), _array("scales", scales, who)
+        if values.ndim < 2:
+            raise ValueError(f"jax_w4a4.{who}: values are {_describe(values)}; expected (N, K)")
         if format is None:
             format = _format_of(values, scales, who)
         fmt = formats.get_format(format, who)
@@ -451,6 +453,8 @@ def check_options(
 
 def _validate(w: Weight, who: str) -> None:
     fmt = check_options(w.format, w.block_size, w.act_unsigned, w.act_rule, who)
+    if not isinstance(w.lora_smoothed, bool):
+        raise TypeError(f"jax_w4a4.{who}: lora_smoothed={w.lora_smoothed!r}; expected a bool")
     if isinstance(w.k, bool) or not isinstance(w.k, int) or w.k < 1:
         raise ValueError(f"jax_w4a4.{who}: k={w.k!r}; expected a positive integer")
     packed = w.packed
@@ -492,6 +496,11 @@ def _validate(w: Weight, who: str) -> None:
 
 def _validate_activation(x: Activation, who: str) -> None:
     fmt = check_options(x.format, x.block_size, x.unsigned, "rceil", who)
+    if not isinstance(x.dtype, str) or x.dtype not in formats.FLOAT_DTYPES:
+        raise TypeError(
+            f"jax_w4a4.{who}: activation.dtype is {x.dtype!r}; expected "
+            f"{' or '.join(formats.FLOAT_DTYPES)}"
+        )
     if not getattr(x.packed, "shape", ()):
         _check("packed", x.packed, ("uint8",), ("...", "K_pad/2"), who, "activation")
     lead = x.packed.shape[:-1]
@@ -520,6 +529,15 @@ def integer(value: Any, what: str, least: int, most: int | None = None) -> int:
 # ------------------------------------------------------------------------------------------------
 # Constructors
 # ------------------------------------------------------------------------------------------------
+
+
+def _array(name: str, a: Any, who: str) -> Array:
+    try:
+        return jnp.asarray(a)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"jax_w4a4.{who}: {name} is {type(a).__name__}; expected an array"
+        ) from None
 
 
 def _pad_last(a: Array, width: int) -> Array:
@@ -566,7 +584,7 @@ def _from_packed(
     unknown = set(optional) - (known - {"packed", "scales", "format", "k", "block_size"})
     if unknown:
         raise TypeError(f"jax_w4a4.{who}: unexpected argument {sorted(unknown)[0]!r}")
-    packed, scales = jnp.asarray(packed), jnp.asarray(scales)
+    packed, scales = _array("packed", packed, who), _array("scales", scales, who)
     for name, a in (("packed", packed), ("scales", scales)):
         if a.ndim < 2:
             raise ValueError(
@@ -598,13 +616,13 @@ def _from_packed(
     fields = {name: value for name, value in optional.items() if value is not None}
     for name in _VECTORS:
         if name in fields:
-            value = jnp.asarray(fields[name]).astype(jnp.float32)
+            value = _array(name, fields[name], who).astype(jnp.float32)
             if name.endswith("global_scale") and packed.ndim == 2 and value.shape == (1,):
                 value = value.reshape(())
             fields[name] = value
     for name in ("lora_down", "lora_up"):
         if name in fields:
-            fields[name] = jnp.asarray(fields[name])
+            fields[name] = _array(name, fields[name], who)
     if fields.keys() >= {"lora_down", "lora_up"} and fields["lora_up"].shape[-1:] == (0,):
         del fields["lora_down"], fields["lora_up"]
     w = Weight(
@@ -630,6 +648,8 @@ def _zero_padding(packed: Array, k: int, k_pad: int) -> Array:
 
 def _from_qarray(q: Any, optional: dict[str, Any]) -> Weight:
     who = "Weight.from_qarray"
+    if not all(hasattr(q, name) for name in ("qvalue", "scale", "qtype")):
+        raise TypeError(f"jax_w4a4.{who}: q is {type(q).__name__}; expected a qwix QArray")
     values, scales = jnp.asarray(q.qvalue), jnp.asarray(q.scale)
     if getattr(q, "zero_point", None) is not None:
         raise NotImplementedError(

@@ -664,6 +664,30 @@ class ForcedTest(parameterized.TestCase):
         with self.assertRaises(plan.DoesNotFitError):
             plan.solve(problem(), B200, tile_m=256, tile_n=128, main_stages=9)
 
+    @parameterized.product(kernel=("sm90_v1", "sm90_v2"), stages=(0, 1))
+    def test_a_kernel_needs_two(self, kernel, stages):
+        with self.assertRaisesRegex(plan.DoesNotFitError, "forced, .* needs 2 or more"):
+            plan.solve(problem(), "sm_90", kernel=kernel, main_stages=stages)
+
+    @parameterized.parameters("group_m", "promote_k")
+    def test_32_bits(self, name):
+        """The handler narrows to int; 2^32 would arrive as 0."""
+        with self.assertRaisesRegex(ValueError, f"forced {name} is 4294967296"):
+            plan.solve(problem(), "sm_90", **{name: 2**32})
+
+    def test_the_quantizer_is_within_the_budget_too(self):
+        small = dataclasses.replace(plan.targets.get("sm_90"), smem_bytes=60000)
+        mxfp4 = problem(
+            rank=256, format="mxfp4", block_size=32, scale_dtype="float8_e8m0fnu", m=4352
+        )
+        with self.assertRaisesRegex(plan.DoesNotFitError, "activation quantizer needs"):
+            plan.solve(mxfp4, small, kernel="sm90_v2")
+
+    def test_an_unknown_kernel_of_any_type(self):
+        for kernel in ("sm90_v3", [], 1):
+            with self.assertRaisesRegex(ValueError, "jax_w4a4.plan: unknown kernel"):
+                plan.solve(problem(), "sm_90", kernel=kernel)
+
     def test_store_stages(self):
         solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, store_stages=1)
         self.assertEqual((solved.main_stages, solved.store_stages), (7, 1))

@@ -1,11 +1,14 @@
 """Tuned choices: what the sweep keeps, how the planner takes it, and what a bad file does."""
 
+import dataclasses
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from absl.testing import absltest, parameterized
 import jax_w4a4
 from jax_w4a4 import plan
 from jax_w4a4.plan import tuning
-from jax_w4a4.tune import sweep
+from jax_w4a4.tune import _plan_of, sweep
 
 PROBLEM = plan.Problem(
     4352, 3072, 3840, 128, "mxfp4", 32, "bfloat16", "bfloat16", "bfloat16", "float8_e8m0fnu", 3840
@@ -82,6 +85,39 @@ class TableTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, f"jax_w4a4.plan.tuning.load: .*{reason}"):
             tuning.load(self.path)
 
+    @parameterized.parameters(
+        ({"choices": {}}, "without choices"),
+        ({"choices": [["tile_m", 64]]}, "AttributeError"),
+        ({"choices": {"tile_m": "64"}}, "forced tile_m is '64'"),
+        ({"choices": {"tile_m": 64.5}}, "forced tile_m is 64.5"),
+        ({"choices": {"tile_m": float("inf")}}, "forced tile_m is inf"),
+        ({"choices": {"group_m": 2**32}}, "forced group_m is 4294967296"),
+        ({"choices": {"main_stages": 1}}, "needs 2 or more"),
+        ({"us": "fast"}, "us is 'fast'"),
+        ({"planned_us": None}, "planned_us is None"),
+        ({"target": "sm_999"}, "sm_999"),
+        ({"problem": {**PROBLEM.__dict__, "k": "3840"}}, "Problem.k is '3840'"),
+        ({"problem": {**PROBLEM.__dict__, "lora_smoothed": "no"}}, "Problem.lora_smoothed"),
+        ({"extra": 1}, "extra"),
+    )
+    def test_a_bad_entry_is_refused(self, changes, reason):
+        tuning.save(self.path, [entry()])
+        data = json.loads(self.path.read_text())
+        data["entries"][0] |= changes
+        self.path.write_text(json.dumps(data))
+        with self.assertRaisesRegex(ValueError, f"jax_w4a4.plan.tuning.load: (.|\n)*{reason}"):
+            tuning.load(self.path)
+
+    def test_a_file_of_any_depth_is_refused(self):
+        self.path.write_text("[" * 200_000)
+        with self.assertRaisesRegex(ValueError, "jax_w4a4.plan.tuning.load: .*RecursionError"):
+            tuning.load(self.path)
+
+    def test_a_target_may_have_any_of_its_names(self):
+        tuning.save(self.path, [dataclasses.replace(entry(), target="9.0")])
+        tuning.load(self.path)
+        self.assertEqual(plan.solve(PROBLEM, "sm_90").tile_m, 64)
+
     def test_an_entry_that_the_planner_refuses_is_refused_at_once(self):
         tuning.save(self.path, [entry(choices=(("tile_m", 1000),))])
         with self.assertRaisesRegex(ValueError, "has no tile with tile_m=1000"):
@@ -104,6 +140,16 @@ class TableTest(parameterized.TestCase):
             check=True,
         )
         self.assertEqual(done.stdout.strip(), "64")
+
+    @parameterized.parameters(None, "{}", json.dumps({"schema": 1, "entries": [{"choices": {}}]}))
+    def test_a_bad_file_in_the_environment_names_the_variable(self, text):
+        if text is not None:
+            self.path.write_text(text)
+        self.enter_context(mock.patch.dict(os.environ, {tuning.ENVIRONMENT: str(self.path)}))
+        tuning._load_environment.cache_clear()
+        self.addCleanup(tuning._load_environment.cache_clear)
+        with self.assertRaisesRegex(ValueError, "jax_w4a4.plan.tuning: JAX_W4A4_TUNING=/"):
+            plan.solve(PROBLEM, "sm_90")
 
 
 class SweepTest(parameterized.TestCase):
@@ -134,10 +180,25 @@ class SweepTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "jax_w4a4.tune: needs a GPU"):
             jax_w4a4.tune([(4352, 3840, 3072)])
 
-    @parameterized.parameters(((1, 2),), ((0, 64, 64),), ((1.5, 64, 64),))
+    @parameterized.parameters(
+        ((1, 2),), ((0, 64, 64),), ((1.5, 64, 64),), ((True, 64, 64),), (5,), (None,)
+    )
     def test_bad_shapes(self, shape):
         with self.assertRaisesRegex(ValueError, r"jax_w4a4.tune: shape .* expected \(M, K, N\)"):
             jax_w4a4.tune([shape])
+
+    def test_bad_arguments(self):
+        with self.assertRaisesRegex(TypeError, "jax_w4a4.tune: shapes is NoneType"):
+            jax_w4a4.tune(None)
+        with self.assertRaisesRegex(ValueError, "jax_w4a4.tune: rounds=0"):
+            jax_w4a4.tune([(64, 64, 64)], rounds=0)
+        with self.assertRaisesRegex(ValueError, "jax_w4a4.tune: precision='fast'"):
+            jax_w4a4.tune([(64, 64, 64)], precision="fast")
+
+    def test_precision_reaches_the_problem(self):
+        w = jax_w4a4.quantize(jnp.ones((32, 32)), rank=0)
+        call = functools.partial(jax_w4a4.matmul, implementation="cuda", precision="fastest")
+        self.assertEqual(_plan_of(call, jnp.ones((4, 32)), w).problem.precision, "fastest")
 
 
 if __name__ == "__main__":

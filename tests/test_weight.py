@@ -13,6 +13,7 @@ from absl.testing import absltest, parameterized
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_w4a4
 from jax_w4a4 import formats
 from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.weight import Weight
@@ -472,6 +473,32 @@ class ActivationTest(parameterized.TestCase):
         rebuilt = jax.tree.unflatten(jax.tree.structure(a), [object()] * len(jax.tree.leaves(a)))
         self.assertEqual(rebuilt.replace(dtype="bfloat16").dtype, "bfloat16")
         same(jax.jit(lambda a: a)(a), a)
+
+
+class NoArrayTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (lambda: Weight.from_packed(None, None, format="nvfp4"), "Weight.from_packed: packed is"),
+        (lambda: Weight.from_packed("a", "b", format="nvfp4"), "Weight.from_packed: packed is str"),
+        (lambda: Weight.from_scaled("a", "b"), "Weight.from_scaled: values is str"),
+        (lambda: Weight.from_qarray(None), "Weight.from_qarray: q is NoneType"),
+        (lambda: jax_w4a4.quantization_error(jnp.ones((4, 4)), None), "quantization_error: weight"),
+    )
+    def test_no_array(self, make, message):
+        with self.assertRaisesRegex(TypeError, f"jax_w4a4.{message}"):
+            make()
+
+    def test_a_scalar_has_no_k(self):
+        with self.assertRaisesRegex(ValueError, r"Weight.from_scaled: values are int4\[\]"):
+            Weight.from_scaled(jnp.int4(1), jnp.ones((1, 1), jnp.float16))
+
+    def test_static_fields(self):
+        w = jax_w4a4.quantize(jnp.ones((32, 32)), rank=0)
+        x = jax_w4a4.quantize_activation(jnp.ones((4, 32)), w)
+        with self.assertRaisesRegex(TypeError, "jax_w4a4.matmul: lora_smoothed=1"):
+            jax_w4a4.matmul(x, w.replace(lora_smoothed=1))
+        for dtype in ("int8", []):
+            with self.assertRaisesRegex(TypeError, "jax_w4a4.matmul: activation.dtype is"):
+                jax_w4a4.matmul(x.replace(dtype=dtype), w)
 
 
 if __name__ == "__main__":

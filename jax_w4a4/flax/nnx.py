@@ -45,8 +45,8 @@ class Linear(nnx.Module):
     Variables: ``weight`` (:class:`W4A4Weight`: codes, scales, smoothing, channel scale),
     ``lora_down`` (in_features, rank), ``lora_up`` (out_features, rank) and ``bias``
     (out_features,), the last three ``nnx.Param`` or None. The operator is that of
-    :func:`jax_w4a4.matmul`; ``precision``, ``dot_general`` and ``promote_dtype`` of
-    ``flax.nnx.Linear`` have no counterpart, as it always sums in float32.
+    :func:`jax_w4a4.matmul`, and so is ``precision``; ``dot_general`` and ``promote_dtype`` of
+    ``flax.nnx.Linear`` have no counterpart.
 
     To shard, place the weight before it goes in: with ``specs = w.shard_specs("tp")``,
     ``Linear.from_weight(jax.device_put(w, jax.tree.map(partial(NamedSharding, mesh), specs)))``.

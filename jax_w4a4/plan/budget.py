@@ -116,6 +116,15 @@ class Problem:
                 raise ValueError(
                     f"jax_w4a4.plan: Problem.{name} is {value!r}; expected an integer >= {least}"
                 )
+        k = self.k_pad if self.k is None else self.k
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= self.k_pad:
+            raise ValueError(
+                f"jax_w4a4.plan: Problem.k is {self.k!r}; expected an integer from 1 to k_pad"
+            )
+        if not isinstance(self.lora_smoothed, bool):
+            raise ValueError(
+                f"jax_w4a4.plan: Problem.lora_smoothed is {self.lora_smoothed!r}; expected a bool"
+            )
         fixed = {"nvfp4": 16, "mxfp4": 32}.get(self.format, self.block_size)
         if self.block_size != fixed:
             raise ValueError(

@@ -321,7 +321,8 @@ def solve(
         with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
         promote_k, quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as
-        given instead of chosen. Only a forced ``main_stages`` can be below 2.
+        given instead of chosen. Only a forced ``main_stages`` of a design without a kernel can be
+        below 2.
 
     Raises:
       NotImplementedError: no kernel design covers this target or problem; names the way out.
@@ -337,8 +338,15 @@ def solve(
             f"expected any of {', '.join(FORCIBLE)}"
         )
     for name, value in forced.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"jax_w4a4.plan: forced {name} is {value!r}; expected an integer >= 0")
+        # The kernels take 32-bit integers.
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+            raise ValueError(
+                f"jax_w4a4.plan: forced {name} is {value!r}; expected an integer from 0 to 2^31 - 1"
+            )
+    if kernel is not None and kernel not in tuple(budget.DESIGNS):
+        raise ValueError(
+            f"jax_w4a4.plan: unknown kernel {kernel!r}; expected one of {', '.join(budget.DESIGNS)}"
+        )
     target = targets.get(target)
     tuned = tuning.lookup(problem, target.name) if kernel is None and not forced else None
     if tuned is not None:
@@ -375,6 +383,14 @@ def _solve(
     rows, regions, smem = _place(design, problem, target, best)
     group_m, why_group = _group_m(design, problem, best, choice)
     promote_k, why_path = _path(design, problem, choice)
+    quantizer = _quantizer(design, problem, target, choice)
+    down = quantizer.down
+    needed = max(quantizer.smem_bytes, down.smem_bytes if down else 0)
+    if needed > target.smem_bytes:
+        raise DoesNotFitError(
+            f"jax_w4a4.plan: the activation quantizer needs {needed} of {target.smem_bytes} B of "
+            f"shared memory per CTA on {target.name}"
+        )
     return Plan(
         schema=SCHEMA,
         kernel=design.name,
@@ -399,7 +415,7 @@ def _solve(
             *_reasons(design, problem, target, found, refused, choice),
             *why_group,
         ),
-        quantizer=_quantizer(design, problem, target, choice),
+        quantizer=quantizer,
         problem=problem,
     )
 
@@ -433,11 +449,7 @@ def _design(
         if why is None:
             return budget.DESIGNS[first], ()
         return budget.DESIGNS[last], (f"kernel {last} instead of {first}: {why}",)
-    design = budget.DESIGNS.get(kernel)
-    if design is None:
-        raise ValueError(
-            f"jax_w4a4.plan: unknown kernel {kernel!r}; expected one of {', '.join(budget.DESIGNS)}"
-        )
+    design = budget.DESIGNS[kernel]
     if target.cc not in design.ccs:
         raise ValueError(
             f"jax_w4a4.plan: kernel {kernel} is made for "
@@ -679,6 +691,8 @@ def _fit(
         main = forced["main_stages"]
         if most is not None and main > most:
             return f"{main} main stages forced, {design.name} has at most {most}"
+        if design.implemented and main < 2:
+            return f"{_count(main, 'main stage')} forced, {design.name} needs 2 or more"
     else:
         main = 0
         while (most is None or main < most) and smem(main_stages=main + 1) <= target.smem_bytes:

@@ -10,11 +10,13 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jax_w4a4.plan import targets
 from jax_w4a4.plan.budget import Problem
 
 ENVIRONMENT = "JAX_W4A4_TUNING"
@@ -115,7 +117,9 @@ def load(path: str | os.PathLike) -> tuple[Tuned, ...]:
         entries = tuple(_entry(row) for row in data["entries"])
         for entry in entries:
             planner.solve(entry.problem, entry.target, **dict(entry.choices))
-    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # JSON can hold anything, nested to any depth
         raise ValueError(
             f"{who}: {os.fspath(path)} is no tuning file of this version "
             f"({type(error).__name__}: {error}); write it anew with jax_w4a4.tune"
@@ -125,12 +129,26 @@ def load(path: str | os.PathLike) -> tuple[Tuned, ...]:
 
 
 def _entry(row: dict[str, Any]) -> Tuned:
-    choices = tuple(sorted((str(name), int(value)) for name, value in row["choices"].items()))
-    return Tuned(**row | {"problem": Problem(**row["problem"]), "choices": choices})
+    choices = tuple(sorted(row["choices"].items()))
+    if not choices:
+        raise ValueError("an entry without choices")
+    for name in ("us", "planned_us"):
+        if not isinstance(row[name], int | float) or not math.isfinite(row[name]):
+            raise ValueError(f"{name} is {row[name]!r}, expected microseconds")
+    read = {
+        "target": targets.get(row["target"]).name,
+        "problem": Problem(**row["problem"]),
+        "choices": choices,
+        "device": str(row["device"]),
+    }
+    return Tuned(**row | read)
 
 
 @functools.cache
 def _load_environment() -> None:
     path = os.environ.get(ENVIRONMENT)
     if path:
-        load(path)
+        try:
+            load(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"jax_w4a4.plan.tuning: {ENVIRONMENT}={path}: {error}") from error
