@@ -246,7 +246,7 @@ def brev(a: Array) -> Array:
 
 
 def to_int(x: Array, dtype: type, mode: str) -> Array:
-    """Float to integer with saturation; NaN gives zero (or the sign bit for 64-bit, not modelled)."""
+    """Float to integer with saturation; NaN gives zero."""
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](
         x.astype(F64)
     )

@@ -1,6 +1,6 @@
 """Address spaces: global allocations, a CTA's shared memory, kernel parameters.
 
-Generic addresses: shared memory and parameters have windows of their own, everything else is global.
+Generic addresses: shared memory and parameters have windows of their own, the rest is global.
 A shared address is rank << 24 | offset, for the CTA's own memory too, and the first 1 KiB of it
 belongs to the system; both are facts of the hardware that kernels rely on.
 """

@@ -1,11 +1,12 @@
-"""The project's sm_90a kernels in the emulator: operands, launches by the real host code, checks."""
+"""The project's sm_90a kernels in the emulator: operands, launches by the host code, checks."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -184,14 +185,27 @@ def host() -> Host:
 
 
 def load_kernels(
-    target: Host, edits: Sequence[toolchain.Edit] = (), ptx_edits: Sequence[tuple[str, str]] = ()
+    target: Host,
+    sources: Sequence[str] = KERNEL_SOURCES,
+    edits: Sequence[toolchain.Edit] = (),
 ) -> None:
-    """The kernels, with seeded bugs if any: source edits as in toolchain, edits of PTX text."""
-    for source in KERNEL_SOURCES:
-        text = toolchain.product_ptx(source, edits)
-        for old, new in ptx_edits:
-            text = text.replace(old, new)
-        target.load(toolchain.codes(text))
+    """Loads the kernels of these sources, with the edits of toolchain.ptx_of if any."""
+    for source in sources:
+        target.load(toolchain.codes(toolchain.product_ptx(source, edits)))
+
+
+@contextlib.contextmanager
+def seeded(sources: Sequence[str], edits: Sequence[toolchain.Edit]) -> Iterator[Host]:
+    """The product's driver with kernels that have bugs, for a while."""
+    driver = host()
+    if not driver.kernels:
+        load_kernels(driver)
+    saved = dict(driver.kernels)
+    try:
+        load_kernels(driver, sources, edits)
+        yield driver
+    finally:
+        driver.kernels = saved
 
 
 @dataclasses.dataclass
@@ -214,8 +228,14 @@ def run(
     *,
     kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
+    attrs: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Result:
-    """Quantizer or repack, then the gemm as a dependent launch."""
+    """Quantizer or repack, then the gemm as a dependent launch.
+
+    Args:
+      kernels: driver with other kernels than the product's.
+      attrs: changes to attributes of the plan, for seeded bugs of the account.
+    """
     driver = kernels or host()
     if not driver.kernels:
         load_kernels(driver)
@@ -224,7 +244,8 @@ def run(
     device = driver.device = Device(options)
     driver.set_clusters(case.clusters)
     buffers = {name: device.array(value, name) for name, value in values.items()}
-    attrs = found.ffi_attrs()
+    changed = attrs or {}
+    attrs = {k: changed[k](v) if k in changed else v for k, v in found.ffi_attrs().items()}
 
     def address(name: str) -> int | None:
         return buffers[name].base if name in buffers else None

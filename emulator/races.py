@@ -1,9 +1,10 @@
 """Data races in shared memory, by vector clocks.
 
-Every agent has a slot: a warp, the wgmma queue of a warpgroup, the bulk stores of a warp, the copies
-that signal one mbarrier. A warp knows two clocks per slot: `seen`, what is ordered before its next
-access, and `fenced`, the part of it that the async proxy sees too. Generic writes enter `fenced` at
-fence.proxy.async; what the async proxy wrote enters both. Synchronisation objects carry both.
+Every agent has a slot: a warp, the wgmma queue of a warpgroup, the bulk stores of a warp, the
+copies that signal one mbarrier. A warp knows two clocks per slot: `seen`, what is ordered before
+its next access, and `fenced`, the part of it that the async proxy sees too. Generic writes enter
+`fenced` at fence.proxy.async; what the async proxy wrote enters both. Synchronisation objects carry
+both. The lanes of one warp are one agent: a missing __syncwarp is not seen.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from emulator.errors import DeadlockError, EmulationError
 
 POLICIES = ("random", "pct", "early", "late")
-# A suspended try_wait may give up; that many rounds of all of them without any change are a deadlock.
+# A suspended try_wait may give up; so many rounds of all of them without a change are a deadlock.
 _IDLE_ROUNDS = 3
 
 
