@@ -111,12 +111,15 @@ class Warp:
             g = min(can, key=lambda g: g.pc) if rng.random() < 0.6 else rng.choice(can)
         g.wait = None
         nodes = self.nodes
+        trace = self.cluster.trace
         pc = g.pc
         try:
             while budget:
                 budget -= 1
                 pc = g.pc
                 nodes[pc](self, g)
+                if trace is not None:
+                    self._trace(g, pc)
                 if g.wait is not None or not g.count:
                     break
                 if len(groups) > 1 and self.merge(g):
@@ -132,6 +135,17 @@ class Warp:
             raise
         if not g.count:
             groups.remove(g)
+
+    def _trace(self, g: Group, pc: int) -> None:
+        """One line for an instruction that others can see, and for each time it has to wait."""
+        if pc in self.code.run_ends or pc >= len(self.code.kernel.instrs):
+            return
+        ins = self.code.kernel.instrs[pc]
+        if ins.parts[0] == "bra":
+            return
+        lanes = "" if g.count in (0, 32) else f" lanes {lane_list(g.lanes())}"
+        what = f"waits for {g.why}" if g.wait is not None and g.why else ins.text[:100]
+        self.cluster.trace(f"{self.name}{lanes} line {ins.line}: {what}")
 
     def merge(self, g: Group) -> bool:
         """Joins groups that have met; true if `g` is no more."""
