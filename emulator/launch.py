@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator import memory, ptx, races, shared, tma, wgmma  # noqa: F401  (instruction tables)
+from emulator import memory, ptx, races, shared, tcgen05, tma, wgmma  # noqa: F401  (instruction tables)
 from emulator.barriers import ClusterBarrier, NamedBarrier
 from emulator.compile import Code
 from emulator.errors import EmulationError, OutOfBoundsError, ProtocolError
@@ -107,15 +107,17 @@ class Cluster:
         self.progress = 0
         self.poll_rounds = 0
         self.trace = machine.options.trace
-        # Warps, their bulk stores, wgmma queues, mbarriers; tcgen05 pipes.
-        capacity = 8 + self.size * (2 * machine.warps + machine.warps // 4 + 80)
+        # Per warp itself, bulk stores, loads and stores of tensor memory; wgmma queues, mbarriers.
+        capacity = 16 + self.size * (4 * machine.warps + machine.warps // 4 + 80)
         self.slots = races.Slots(capacity)
         self.detector = races.Detector(self.slots, machine.options.races)
         self.copy_clocks: dict[int, int] = {}
         self.copy_slots: dict[tuple[int, int], int] = {}
         self.in_flight: list[tma.AsyncOp] = []
         self.barrier = ClusterBarrier(self)
-        self.pipes: dict[int, Any] = {}
+        self.pipes: dict[tuple[int, int], Any] = {}
+        self.allocating: dict[int, Any] = {}
+        self.freeing: dict[int, Any] = {}
         self.ctas: list[CTA] = []
         for rank in range(self.size):
             self.ctas.append(CTA(self, rank))

@@ -186,6 +186,9 @@ class SharedMemory:
         self.clock = np.zeros(padded // 4, np.int32)
         self.readers: dict[int, np.ndarray] = {}  # clock slot -> clock of its last read
 
+    def where(self, word: int) -> str:
+        return f"at shared offset {4 * word:#x} (dynamic + {4 * word - SHARED_RESERVED})"
+
     def check(self, offset: int, end: int, what: str) -> None:
         if offset < SHARED_RESERVED or end > self.limit:
             raise OutOfBoundsError(

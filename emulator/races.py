@@ -70,8 +70,8 @@ class Detector:
     ) -> None:
         if not memory.written[words].all():
             raise UninitializedError(
-                f"{who} reads shared memory that nothing has written, "
-                f"{_where(words, ~memory.written[words])}"
+                f"{who} reads what nothing has written, "
+                f"{_where(memory, words, ~memory.written[words])}"
             )
         if not self.enabled:
             return
@@ -99,7 +99,7 @@ class Detector:
                 if reader != slot and late.any():
                     raise RaceError(
                         f"{who} overwrites what {self.slots.names[reader]} may still read, "
-                        f"{_where(words, late)}"
+                        f"{_where(memory, words, late)}"
                     )
             memory.writer[words] = slot
             memory.clock[words] = clock
@@ -112,12 +112,12 @@ class Detector:
         unfenced = proxy != "generic" and clocks.seen[writer] >= clock
         why = "without fence.proxy.async" if unfenced else "without an order"
         raise RaceError(
-            f"{who} {verb} what {self.slots.names[writer]} wrote {why}, {_where(words, bad)}"
+            f"{who} {verb} what {self.slots.names[writer]} wrote {why}, "
+            f"{_where(memory, words, bad)}"
         )
 
 
-def _where(words: Any, bad: np.ndarray) -> str:
+def _where(memory: Any, words: Any, bad: np.ndarray) -> str:
     if isinstance(words, slice):
         words = np.arange(words.start, words.stop)
-    first = int(np.asarray(words).ravel()[np.flatnonzero(bad.ravel())[0]])
-    return f"at shared offset {4 * first:#x} (dynamic + {4 * first - 1024})"
+    return memory.where(int(np.asarray(words).ravel()[np.flatnonzero(bad.ravel())[0]]))

@@ -130,7 +130,9 @@ class Warp:
             raise
         except (TypeError, AttributeError) as error:
             if "Pending" in str(error):
-                found = ProtocolError("a result of wgmma is used before wgmma.wait_group")
+                found = ProtocolError(
+                    "the result of a wgmma or tcgen05.ld is used before the wait for it"
+                )
                 raise located(found, self, pc) from error
             raise
         if not g.count:
