@@ -126,7 +126,9 @@ def run(
     k_stages, lora_stages = -(-case.k // STAGE_K), -(-case.rank // 64)
     atoms = k_stages * case.atoms_per_stage
 
-    def matrix(array: np.ndarray, name: str, kind: int, box: tuple[int, int], swizzle: int) -> bytes:
+    def matrix(
+        array: np.ndarray, name: str, kind: int, box: tuple[int, int], swizzle: int
+    ) -> bytes:
         made = device.array(array, name)
         return tensormap.encode(
             kind, made.base, [array.shape[1], array.shape[0]],
@@ -150,15 +152,18 @@ def run(
         m_tiles, n_tiles,
     )  # fmt: skip
     groups = min(case.groups, m_tiles * n_tiles)
+    raw = raw.ljust(code.kernel.param_bytes, b"\0")
     record = device.launch(
-        code, (groups * case.group, 1, 1), (THREADS, 1, 1), raw.ljust(code.kernel.param_bytes, b"\0"),
-        cluster=case.group, dynamic_shared=case.shared_bytes,
+        code, (groups * case.group, 1, 1), (THREADS, 1, 1), raw, cluster=case.group,
+        dynamic_shared=case.shared_bytes,
     )  # fmt: skip
     out = y.data[: case.m * case.n * 4].view(np.float32).reshape(case.m, case.n)
     return out.copy(), record.instructions, record.seconds
 
 
-def check(case: Case, options: Options | None = None, edits: Sequence[tuple[str, str]] = ()) -> None:
+def check(
+    case: Case, options: Options | None = None, edits: Sequence[tuple[str, str]] = ()
+) -> None:
     """Runs and compares every cell, exactly."""
     operands = make_operands(case)
     y, _, _ = run(case, options, edits, operands)
@@ -167,6 +172,6 @@ def check(case: Case, options: Options | None = None, edits: Sequence[tuple[str,
     if bad.any():
         row, column = (int(v[0]) for v in np.nonzero(bad))
         raise AssertionError(
-            f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, {column}]: "
-            f"{y[row, column]} instead of {want[row, column]}"
+            f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
+            f"{column}]: {y[row, column]} instead of {want[row, column]}"
         )
