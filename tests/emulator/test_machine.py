@@ -252,10 +252,10 @@ class Errors(parameterized.TestCase):
             for seed in range(8):
                 run(SHARED + INIT.replace("bar.sync 0;", "setp.lt.u32 %p4, %r1, 32; @%p4 bra END;")
                     + arrive + "END:", threads=64, seed=seed)  # fmt: skip
-        with self.assertRaisesRegex(
-            ProtocolError, "named barrier|threads at barrier|waited for by"
-        ):
-            run("bar.sync 1, 32; bar.sync 1, 96; bar.sync 17;")
+        with self.assertRaisesRegex(ProtocolError, "named barrier 17"):
+            run("bar.sync 17, 32;")
+        with self.assertRaisesRegex(ProtocolError, "waited for by"):
+            run("and.b32 %r3, %r1, 32; add.s32 %r3, %r3, 64; bar.sync 1, %r3;", threads=64)
 
     def test_phases(self):
         """32 arrivals on a barrier of two make 16 phases."""
