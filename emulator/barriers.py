@@ -80,7 +80,7 @@ def find(w: Warp, address: int, cluster_space: bool) -> MBarrier:
             f"no mbarrier at {cta.name} {offset:#x} (dynamic + {offset - 1024}) was initialised"
         )
     barrier.check_visible(w)
-    if cta is not w.cta and not barrier.fenced:
+    if cta is not w.cta and not barrier.fenced and w.cluster.machine.options.strict_init:
         raise ProtocolError(f"{barrier} is used from another CTA before fence.mbarrier_init")
     return barrier
 
@@ -169,7 +169,7 @@ def _arrive(ins: Instr) -> Node:
         if not len(active):
             return
         addresses = address(w)
-        clocks = None if relaxed else w.release()
+        clocks = w.arrival(relaxed)
         value = np.zeros(32, np.uint64)
         for lane in active:
             barrier = find(w, int(addresses[lane]), remote)
@@ -423,7 +423,7 @@ def _cluster_barrier(ins: Instr) -> Node:
             return
         w.executed += 1
         g.pc += 1
-        w.cluster.barrier.arrive(w, w.cta.threads_of(w), None if relaxed else w.release())
+        w.cluster.barrier.arrive(w, w.cta.threads_of(w), w.arrival(relaxed))
 
     def wait(w: Warp, g: Group) -> None:
         if w.wait_converged(g):
@@ -458,6 +458,7 @@ def _fence(ins: Instr) -> Node:
     def plain(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
+        w.released = w.release()
 
     def proxy(w: Warp, g: Group) -> None:
         w.executed += 1
@@ -472,6 +473,7 @@ def _fence(ins: Instr) -> Node:
             for barrier in w.cta.mbarriers.values():
                 if barrier.init_warp is w:
                     barrier.fenced = True
+            w.released = w.release()
 
     if rest[:2] == ("proxy", "async"):
         return proxy

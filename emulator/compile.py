@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from emulator import alu, formats, lanes, memory, ptx
-from emulator.errors import UnknownOpcodeError
+from emulator.errors import EmulationError, UnknownOpcodeError
 from emulator.ptx import Imm, Instr, Reg
 from emulator.warp import Group, Warp
 
@@ -36,6 +36,8 @@ def node(*roots: str) -> Callable[[Factory], Factory]:
 def is_local(ins: Instr) -> bool:
     if ins.parts[0] in ("ld", "st"):
         space = ins.parts[1:]
+        if ins.parts[0] == "st" and "param" in space:
+            return True  # an argument of a call
         return "param" in space or "global" in space or "const" in space
     return ins.parts[0] in alu.EMITTERS
 
@@ -316,11 +318,11 @@ def _ret(ins: Instr) -> Node:
     return leave
 
 
-@node("trap")
+@node("trap", "brkpt", "call")
 def _trap(ins: Instr) -> Node:
-    from emulator.errors import EmulationError
+    """Calls are left of assertions and printf: none is expected to be reached."""
 
     def trap(w: Warp, g: Group) -> None:
-        raise EmulationError("the kernel trapped")
+        raise EmulationError(f"the kernel reached {ins.text[:80]}")
 
     return trap

@@ -199,8 +199,12 @@ def rem(a: Array, b: Array) -> Array:
 
 
 def mulhi(a: Array, b: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    if bits == 64:
+        high = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+        return np.array(high, a.dtype)
     wide = S64 if a.dtype.kind == "i" else U64
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    return ((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(a.dtype)
 
 
 def bfe(a: Array, pos: Array, length: Array) -> Array:

@@ -35,6 +35,9 @@ class Options:
       numerics: "exact" rounds the sum of an MMA once; "hopper" aligns and truncates as reported.
       strict_ld: registers of tcgen05.ld may not be used before tcgen05.wait::ld.
       strict_cp: only documented orders between tcgen05 instructions.
+      strict_init: other CTAs and the copy engine use an mbarrier only after fence.mbarrier_init,
+        and a relaxed arrival carries only what a fence released before it.
+      strict_exit: a CTA exits only after the sources of its bulk stores have been read.
       max_steps: scheduling steps of a cluster after which it counts as stuck.
       trace: called with one line per event.
     """
@@ -48,6 +51,8 @@ class Options:
     numerics: str = "exact"
     strict_ld: bool = True
     strict_cp: bool = False
+    strict_init: bool = True
+    strict_exit: bool = True
     max_steps: int = 5_000_000
     trace: Callable[[str], None] | None = None
 
@@ -83,7 +88,8 @@ class CTA:
             raise ProtocolError(f"{what} reaches {self.name}, which has exited")
 
     def warp_exited(self, w: Warp) -> None:
-        tma.check_exit(w)
+        if self.cluster.machine.options.strict_exit:
+            tma.check_exit(w)
         if w.wgmma is not None and w.wgmma.queue.executed < w.wgmma.issued:
             raise ProtocolError("a warp exits before its wgmma are complete")
         self.cluster.barrier.leave(w, self.threads_of(w))
@@ -222,8 +228,8 @@ class Machine:
     def run(self) -> int:
         """Executes the grid, cluster by cluster; returns the warp instructions executed."""
         total = self.grid[0] * self.grid[1] * self.grid[2]
-        if total % self.cluster:
-            raise EmulationError(f"grid of {total} CTAs in clusters of {self.cluster}")
+        if self.grid[0] % self.cluster:
+            raise EmulationError(f"grid of {self.grid} CTAs in clusters of {self.cluster}")
         executed = 0
         with np.errstate(all="ignore"):
             for number in range(total // self.cluster):

@@ -329,7 +329,8 @@ class _Body:
                 raise UnknownOpcodeError(f"{self.name}: local memory is not modelled: {text}")
             self.variables[variable.name] = variable
         elif text.startswith("."):
-            if not text.startswith((".loc", ".pragma", ".file", ".section")):
+            # .param: arguments of a call, which is an error where it is reached.
+            if not text.startswith((".loc", ".pragma", ".file", ".section", ".param")):
                 raise UnknownOpcodeError(f"{self.name} line {line}: unknown directive {text}")
         else:
             self._instruction(line, text)

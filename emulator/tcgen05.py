@@ -511,8 +511,11 @@ def _mma(ins: Instr) -> Node:
     kind = _KINDS.get(tuple(p for p in ins.parts[2:] if not p.startswith("cta_group")))
     if kind is None or isinstance(ins.ops[1], Mem):
         raise UnknownOpcodeError(f"line {ins.line}: {ins.text[:100]} is not modelled")
-    expected = 7 if kind.block else 5
-    if len(ins.ops) != expected:
+    # Without block scales a vector of disabled output lanes may come before the predicate.
+    disabled = []
+    if not kind.block and len(ins.ops) == 6 and isinstance(ins.ops[4], Vec):
+        disabled = [getter(op, "u32") for op in ins.ops[4].items]
+    if len(ins.ops) != (7 if kind.block else 6 if disabled else 5):
         raise UnknownOpcodeError(f"line {ins.line}: {len(ins.ops)} operands of {ins.op}")
     d = address_getter(ins.ops[0])
     a, b, idesc = (getter(op, k) for op, k in zip(ins.ops[1:4], ("u64", "u64", "u32"), strict=True))
@@ -527,6 +530,8 @@ def _mma(ins: Instr) -> Node:
         if lane is None:
             return
         _leader_only(w, group)
+        if any(int(lanes(w)[lane]) for lanes in disabled):
+            raise UnknownOpcodeError("disabled output lanes are not modelled")
         _Mma(
             w, group, kind, int(d(w)[lane]), int(a(w)[lane]), int(b(w)[lane]),
             int(idesc(w)[lane]), tuple(int(s(w)[lane]) for s in scales),
@@ -658,13 +663,15 @@ def _ld(ins: Instr) -> Node:
         w.executed += 1
         g.pc += 1
         op = _Load(w, _uniform(address(w)) + offset, columns, "tcgen05.ld")
-        w.tmem.loads.append(op)
         if w.cluster.machine.options.strict_ld:
+            w.tmem.loads.append(op)
             for i, reg in enumerate(items):
                 w.R[reg.index] = Pending(op, i, np.dtype(reg.storage))
             w.cluster.launch_async(op)
         else:
+            # Whatever uses the registers comes after the load.
             op.step()
+            w.clocks.learn(w.tmem.load_slot, op.clock)
             for i, reg in enumerate(items):
                 w.R[reg.index] = op.result[w.index % 4][i].view(reg.storage)
 

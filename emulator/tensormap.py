@@ -14,8 +14,10 @@ from emulator.errors import ProtocolError
 
 MAGIC = 0x50414D54
 BYTES = 128
-# CUtensorMapDataType -> bytes per element. 13 and 14 are the packed 4-bit types.
-ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 4, 11: 4, 12: 4}
+# CUtensorMapDataType -> bytes per element. 13 is 16U4_ALIGN8B, packed nibbles: bytes here, with
+# coordinates counted in nibbles.
+NIBBLES = 13
+ELEMENT_BYTES = dict(enumerate((1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4, 1)))
 # CUtensorMapSwizzle -> bytes of the span.
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 _FORMAT = "<I8B4x6I4QQ5H2x"
@@ -31,6 +33,7 @@ class TensorMap:
     strides: tuple[int, ...]  # bytes, of dimensions 1..
     box: tuple[int, ...]
     swizzle: int  # bytes, 0 for none
+    nibbles: bool = False  # coordinate 0 counts half bytes
     nan_fill: bool = False
 
     @property
@@ -80,6 +83,10 @@ def encode(
     for good, what in conditions:
         if not good:
             raise Refused(what)
+    if data_type == NIBBLES:
+        if dims[0] % 2 or box[0] % 2:
+            raise Refused(f"dims {dims} and box {box} of 4-bit elements")
+        dims, box = [dims[0] // 2, *dims[1:]], [box[0] // 2, *box[1:]]
     inner = box[0] * width
     span = SWIZZLE_BYTES[swizzle]
     if inner % 16 or (span and inner > span):
@@ -114,5 +121,6 @@ def decode(raw: bytes) -> TensorMap:
         strides[: rank - 1],
         fields[20 : 20 + rank],
         SWIZZLE_BYTES[swizzle],
+        data_type == NIBBLES,
         bool(fill),
     )

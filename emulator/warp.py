@@ -62,6 +62,7 @@ class Warp:
         self.executed = 0
         self.priority = 0.0
         self.dependency_waited = False
+        self.released: Clocks | None = None  # by the last release fence
         self.registers = cta.launch_registers
         self.S = special_registers(cta, index)
         self.Y = cta.symbols
@@ -89,6 +90,12 @@ class Warp:
         out = self.clocks.copy()
         self.clocks.seen[self.slot] += 1
         return out
+
+    def arrival(self, relaxed: bool) -> Clocks | None:
+        """What an arrival tells others."""
+        if relaxed and self.cluster.machine.options.strict_init:
+            return self.released
+        return self.release()
 
     def fence_async_proxy(self) -> None:
         np.copyto(self.clocks.fenced, self.clocks.seen)
@@ -245,9 +252,17 @@ def special_registers(cta: Any, warp: int) -> dict[str, np.ndarray]:
         "cluster_ctarank": cta.rank,
         "cluster_nctarank": cta.cluster.size,
         "cluster_ctaid.x": cta.rank,
+        "cluster_ctaid.y": 0,
+        "cluster_ctaid.z": 0,
         "cluster_nctaid.x": cta.cluster.size,
-        "clusterid.x": cta.cluster.number,
-        "nclusterid.x": gx * gy * gz // cta.cluster.size,
+        "cluster_nctaid.y": 1,
+        "cluster_nctaid.z": 1,
+        "clusterid.x": number % gx // cta.cluster.size,
+        "clusterid.y": number // gx % gy,
+        "clusterid.z": number // (gx * gy),
+        "nclusterid.x": gx // cta.cluster.size,
+        "nclusterid.y": gy,
+        "nclusterid.z": gz,
         "is_explicit_cluster": 1,
         "lanemask_lt": (np.uint32(1) << LANES) - 1,
         "lanemask_eq": np.uint32(1) << LANES,

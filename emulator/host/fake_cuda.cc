@@ -26,6 +26,13 @@ LaunchCallback g_launch;
 EncodeCallback g_encode;
 int g_clusters = 1;
 
+// Of a launch in the <<<>>> notation, between its two halves.
+struct Configuration {
+  dim3 grid, block;
+  size_t smem;
+};
+Configuration g_configuration;
+
 std::map<const void*, std::string>& Kernels() {
   static auto* kernels = new std::map<const void*, std::string>;
   return *kernels;
@@ -95,11 +102,17 @@ void __cudaRegisterFunction(void**, const char* host, char*,
                             dim3*, dim3*, int*) {
   Kernels()[host] = device_name;
 }
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) {
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t smem,
+                                     cudaStream_t) {
+  g_configuration = {grid, block, smem};
   return 0;
 }
-cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) {
-  return cudaErrorNotSupported;
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* smem,
+                                       void*) {
+  *grid = g_configuration.grid;
+  *block = g_configuration.block;
+  *smem = g_configuration.smem;
+  return cudaSuccess;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));

@@ -70,6 +70,11 @@ class Arithmetic(parameterized.TestCase):
     @parameterized.parameters(
         ("add.s32 %r3, %r2, -5;", lambda x: x - 5),
         ("mul.hi.u32 %r3, %r2, %r2;", lambda x: x.astype(np.uint64) ** 2 >> 32),
+        (
+            "cvt.u64.u32 %d6, %r2; shl.b64 %d6, %d6, 32; mul.hi.u64 %d7, %d6, %d6;"
+            "cvt.u32.u64 %r3, %d7;",
+            lambda x: x * x,
+        ),
         ("mad.lo.s32 %r3, %r2, 7, %r1;", lambda x: x * 7 + np.arange(32)),
         ("shr.s32 %r3, %r2, 3;", lambda x: x.view(np.int32) >> 3),
         ("shr.u32 %r3, %r2, 40;", lambda x: x * 0),
