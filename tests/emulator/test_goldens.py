@@ -1,20 +1,14 @@
 """The emulator gives the bits that an H200 gave (dump_goldens.py writes the file)."""
 
 import functools
-import pathlib
-import sys
 
+import goldens
 import numpy as np
+import probes
 import pytest
 from absl.testing import parameterized
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-import goldens  # noqa: E402
-import probes  # noqa: E402
-
-from emulator import Options, product, toolchain  # noqa: E402
+from emulator import Options, product, toolchain
 
 pytestmark = [
     pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc"),

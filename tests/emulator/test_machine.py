@@ -1,17 +1,12 @@
 """The machine on hand-written PTX: arithmetic, divergence, barriers, and what is an error."""
 
-import pathlib
 import struct
-import sys
 from fractions import Fraction
 
 import numpy as np
 from absl.testing import parameterized
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-from emulator import (  # noqa: E402
+from emulator import (
     DeadlockError,
     Device,
     EmulationError,
@@ -22,8 +17,8 @@ from emulator import (  # noqa: E402
     ptx,
     tensormap,
 )
-from emulator.compile import Code  # noqa: E402
-from emulator.errors import OutOfBoundsError, ProtocolError, UninitializedError  # noqa: E402
+from emulator.compile import Code
+from emulator.errors import OutOfBoundsError, ProtocolError, UninitializedError
 
 HEAD = """
 .version 9.0

@@ -1,19 +1,13 @@
 """Every seeded bug of mutants.py is noticed, and in the way that the table says."""
 
 import collections
-import pathlib
-import sys
 
+import mutants
 import pytest
 from absl.testing import parameterized
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
-import mutants  # noqa: E402
-
-from emulator import EmulationError, Options, product, toolchain  # noqa: E402
-from emulator.scheduler import POLICIES  # noqa: E402
+from emulator import EmulationError, Options, product, toolchain
+from emulator.scheduler import POLICIES
 
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 

@@ -1,21 +1,15 @@
 """tcgen05 on the block-scaled test kernels: exact results, schedules, seeded bugs."""
 
 import itertools
-import pathlib
-import sys
 
+import mutants_sm100
 import pytest
+import sm100
 from absl.testing import parameterized
+from sm100 import Case
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-import mutants_sm100  # noqa: E402
-import sm100  # noqa: E402
-from sm100 import Case  # noqa: E402
-
-from emulator import EmulationError, Options, toolchain  # noqa: E402
-from emulator.scheduler import POLICIES  # noqa: E402
+from emulator import EmulationError, Options, toolchain
+from emulator.scheduler import POLICIES
 
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 

@@ -1,19 +1,15 @@
 """The product's sm_90a kernels in the emulator: every cell of the result, several schedules."""
 
 import itertools
-import pathlib
-import sys
 
 import model
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
-from emulator import Options, product, toolchain  # noqa: E402
-from emulator.product import Case  # noqa: E402
-from emulator.scheduler import POLICIES  # noqa: E402
+from emulator import Options, product, toolchain
+from emulator.product import Case
+from emulator.scheduler import POLICIES
 
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 
