@@ -18,6 +18,7 @@ from emulator.compile import Code
 from emulator.scheduler import POLICIES
 
 KERNELS = {
+    "sm90_gemm_v1": "the plain gemm",
     "sm90_gemm_v2": "repack of packed codes, then the gemm",
     "sm90_quantize_v2": "the fused mxfp4 quantizer, then the gemm",
 }
@@ -49,7 +50,7 @@ def check(paths: Sequence[str]) -> int:
         try:
             module = ptx.parse(pathlib.Path(path).read_text())
             for kernel in module.kernels.values():
-                Code(kernel)
+                assert Code(kernel).nodes
         except EmulationError as error:
             failed = 1
             print(f"{path}: {error}")
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     case = product.Case(
         args.format, m, n, k, args.rank, cluster=args.cluster, clusters=args.clusters,
         stages=args.stages, exact=args.exact, fused=args.kernel == "sm90_quantize_v2",
+        kernel="sm90_v1" if args.kernel == "sm90_gemm_v1" else "sm90_v2",
     )  # fmt: skip
     print(f"{case}: {product.plan_of(case)}")
     trace = (lambda line: print("  " + line)) if args.trace else None

@@ -416,8 +416,8 @@ def _cluster_barrier(ins: Instr) -> Node:
     if ins.pred is not None:
         raise UnknownOpcodeError(f"line {ins.line}: a predicated {ins.op} is not modelled")
     relaxed = ins.has("relaxed")
-    aligned = ins.has("aligned")
 
+    # The whole warp counts, so it has to be together also without .aligned.
     def arrive(w: Warp, g: Group) -> None:
         if w.wait_converged(g):
             return
@@ -443,7 +443,6 @@ def _cluster_barrier(ins: Instr) -> Node:
             f"the cluster barrier: {barrier.arrived} of {barrier.total} threads",
         )
 
-    assert aligned or True
     return arrive if ins.parts[2] == "arrive" else wait
 
 

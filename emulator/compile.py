@@ -6,6 +6,7 @@ everything that other agents can see is a node of its own, so that schedules can
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Callable
 from typing import Any
@@ -99,15 +100,24 @@ def predicated(ins: Instr) -> Callable[[Warp, Group], Any] | None:
 
 
 class Code:
-    """A kernel ready to run."""
+    """A kernel, made executable when it is first launched or checked."""
 
     def __init__(self, kernel: ptx.Kernel):
         self.kernel = kernel
         self.consts: dict[str, Any] = {}
-        self.nodes: list[Node | None] = [None] * (len(kernel.instrs) + 1)
         self.run_ends: dict[int, int] = {}
         self.initial_registers = [_initial(s) for s in kernel.storages]
-        self._build()
+
+    @functools.cached_property
+    def nodes(self) -> list[Node | None]:
+        """What executes at each instruction that control can reach.
+
+        Raises:
+          UnknownOpcodeError: an instruction is not modelled.
+        """
+        nodes: list[Node | None] = [None] * (len(self.kernel.instrs) + 1)
+        self._build(nodes)
+        return nodes
 
     def instruction_at(self, w: Warp, pc: int) -> Instr:
         at = getattr(w, "local_pc", None)
@@ -115,7 +125,7 @@ class Code:
             pc = at
         return self.kernel.instrs[min(pc, len(self.kernel.instrs) - 1)]
 
-    def _build(self) -> None:
+    def _build(self, nodes: list[Node | None]) -> None:
         instrs = self.kernel.instrs
         starts = self.kernel.targets()
         pc = 0
@@ -128,7 +138,7 @@ class Code:
                         f"{self.kernel.name} line {ins.line}: {ins.op} is not modelled"
                     )
                 try:
-                    self.nodes[pc] = factory(ins)
+                    nodes[pc] = factory(ins)
                 except UnknownOpcodeError as error:
                     raise UnknownOpcodeError(f"{self.kernel.name}: {error}") from error
                 pc += 1
@@ -136,13 +146,13 @@ class Code:
             end = pc + 1
             while end < len(instrs) and end not in starts and is_local(instrs[end]):
                 end += 1
-            self._stretch(pc, end)
+            nodes[pc] = self._stretch(pc, end)
             pc = end
-        self.nodes[len(instrs)] = FACTORIES["ret"](
+        nodes[len(instrs)] = FACTORIES["ret"](
             Instr(len(instrs), "ret", ("ret",), None, (), 0, "end of the kernel")
         )
 
-    def _stretch(self, start: int, end: int) -> None:
+    def _stretch(self, start: int, end: int) -> Node:
         self.run_ends[start] = end
         full, writes = self._function(start, end, masked=False)
         write_bits = sum(1 << i for i in writes)
@@ -163,7 +173,7 @@ class Code:
             w.executed += length
             g.pc = end
 
-        self.nodes[start] = run
+        return run
 
     def _function(self, start: int, end: int, masked: bool) -> tuple[Any, set[int]]:
         emitter = alu.Emitter(self.kernel, self.consts, masked)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator import memory, ptx, races, shared, tcgen05, tma, wgmma  # noqa: F401  (instruction tables)
+from emulator import memory, mma, ptx, races, shared, tcgen05, tma, wgmma  # noqa: F401  (instruction tables)
 from emulator.barriers import ClusterBarrier, NamedBarrier
 from emulator.compile import Code
 from emulator.errors import EmulationError, OutOfBoundsError, ProtocolError

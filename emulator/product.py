@@ -23,6 +23,7 @@ _DTYPE_CODES = {"float16": 1, "float8_e4m3fn": 3, "float8_e8m0fnu": 4}
 INSTANCES = tuple((path, 64) for path in PATHS.values())
 KERNEL_SOURCES = (
     *(toolchain.gemm_v2_name(path, tile) for path, tile in INSTANCES),
+    "sm90_gemm_v1.cu",
     "sm90_quantize_v2.cu",
     "sm90_repack_v2.cu",
 )
@@ -47,6 +48,8 @@ class Case:
     stages: int | None = None
     group_m: int | None = None
     affine: bool = True
+    kernel: str = "sm90_v2"  # or sm90_v1, on packed activations
+    tile_m: int = 64
     fused: bool = False  # the mxfp4 quantizer from x, instead of the repack of codes
     smooth: bool = True
     global_scale: bool = False
@@ -95,7 +98,9 @@ def plan_of(case: Case) -> plan.Plan:
         k=case.k,
         lora_smoothed=False,
     )
-    forced = {"tile_m": 64, "cluster": case.cluster, "quantizer": 2 if case.fused else 1}
+    if case.kernel == "sm90_v1":
+        return plan.solve(problem, "sm_90", kernel="sm90_v1", tile_m=case.tile_m)
+    forced = {"tile_m": case.tile_m, "cluster": case.cluster, "quantizer": 2 if case.fused else 1}
     if case.stages:
         forced["main_stages"] = case.stages
     if case.group_m:
@@ -250,6 +255,8 @@ def run(
     def address(name: str) -> int | None:
         return buffers[name].base if name in buffers else None
 
+    if case.kernel == "sm90_v1":
+        return _run_v1(case, found, driver, device, address)
     act_bytes = plan.budget.row_bytes(found.problem)
     token_rows = 0 if case.format == "nvfp4" else case.m + found.tile_m
     made: dict[str, Allocation] = {
@@ -361,6 +368,51 @@ def run(
         sum(launch.instructions for launch in device.launches),
         sum(launch.seconds for launch in device.launches),
     )
+
+
+class GemmV1Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "act", "act_scale", "act_global_scale", "lora_act", "weight", "weight_scale",
+            "weight_global_scale", "lora_up", "channel_scale", "bias", "out",
+        )),
+        ("m", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("k_pad", "block", "rank", "scale_dtype", "unsigned")),
+        ("smem", ctypes.c_int * 12),
+    ]  # fmt: skip
+
+
+def _run_v1(
+    case: Case,
+    found: plan.Plan,
+    driver: Host,
+    device: Device,
+    address: Callable[[str], int | None],
+) -> Result:
+    """The gemm alone, on packed activations."""
+    y = device.empty(case.m * case.n * 2, "y")
+    attrs = found.ffi_attrs()
+    regions = ("weight", "act", "weight_scale", "act_scale", "lora_up", "lora_act", "aux")
+    smem = [attrs[f"off_{name}"] for name in regions]
+    smem += [attrs[f"bytes_{name}"] for name in regions[:4]] + [attrs["smem_bytes"]]
+    call = GemmV1Call(
+        address("packed"), address("act_scale"), address("act_global_scale"), address("lora_act"),
+        address("weight"), address("weight_scale"), address("weight_global_scale"),
+        address("lora_up"), address("channel_scale"), address("bias"), y.base, case.m, case.n,
+        case.k_pad, case.k_pad // case.blocks, case.rank,
+        _DTYPE_CODES[SCALE_DTYPES[case.format]], int(case.act_unsigned),
+        (ctypes.c_int * 12)(*smem),
+    )  # fmt: skip
+    format_code = ("nvfp4", "mxfp4", "int4").index(case.format)
+    driver.call("emulator_gemm_v1", format_code, found.tile_m, ctypes.byref(call))
+    size = case.m * case.n * 2
+    none = np.zeros(0, np.uint8)
+    (launch,) = device.launches
+    return Result(
+        y.data[:size].view(np.uint16).reshape(case.m, case.n).copy(),
+        none, none, none, None, y.writer[:size].copy(), launch.instructions, launch.seconds,
+    )  # fmt: skip
 
 
 # ---- float64 reference ----

@@ -129,7 +129,7 @@ def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
 
 
 def host_library(instances: Sequence[tuple[str, int]]) -> pathlib.Path:
-    """The launch code of sm90_v2 with the fake runtime, for these (path, tile_m)."""
+    """The launch code with the fake runtime; of GEMM v2 for these (path, tile_m)."""
     key = _key(_sources_digest(CUDA), _sources_digest(HOST), tuple(instances))
     out = cache_dir() / f"host-{key}.so"
     if out.exists():
@@ -141,9 +141,8 @@ def host_library(instances: Sequence[tuple[str, int]]) -> pathlib.Path:
         folder = pathlib.Path(name)
         kernels = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
         (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {kernels}\n")
-        sources = [
-            CUDA / n for n in ("sm90_gemm_v2.cu", "sm90_quantize_v2.cu", "sm90_repack_v2.cu")
-        ]
+        names = ("sm90_gemm_v1", "sm90_gemm_v2", "sm90_quantize_v2", "sm90_repack_v2")
+        sources = [CUDA / f"{n}.cu" for n in names]
         sources += [HOST / "entry.cc", HOST / "fake_cuda.cc"]
         for path, tile in instances:
             instance = folder / gemm_v2_name(path, tile)

@@ -1,4 +1,7 @@
 // Plain C entries to the launch functions, for emulator/product.py.
+#include <cuda_runtime_api.h>
+
+#include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
 #include "sm90_quantize_v2.h"
 #include "sm90_repack_v2.h"
@@ -90,6 +93,58 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
                       dependent != 0, 0, nullptr)
       .code;
+}
+
+struct GemmV1Call {
+  const uint8_t* act;
+  const void* act_scale;
+  const float* act_global_scale;
+  const void* lora_act;
+  const uint8_t* weight;
+  const void* weight_scale;
+  const float* weight_global_scale;
+  const void* lora_up;
+  const float* channel_scale;
+  const float* bias;
+  void* out;
+  int64_t m, n;
+  int k_pad, block, rank, scale_dtype, is_unsigned;
+  int smem[12];  // in the order of GemmSmem
+};
+
+// bf16 results and low-rank operands.
+int emulator_gemm_v1(int format, int tile_m, const GemmV1Call* c) {
+  GemmParams p = {};
+  p.act = c->act;
+  p.act_scale = c->act_scale;
+  p.act_global_scale = c->act_global_scale;
+  p.lora_act = c->lora_act;
+  p.weight = c->weight;
+  p.weight_scale = c->weight_scale;
+  p.weight_global_scale = c->weight_global_scale;
+  p.lora_up = c->lora_up;
+  p.channel_scale = c->channel_scale;
+  p.bias = c->bias;
+  p.out = c->out;
+  p.m = c->m;
+  p.n = c->n;
+  p.k_pad = c->k_pad;
+  p.block = c->block;
+  p.rank = c->rank;
+  p.scale_dtype = static_cast<DType>(c->scale_dtype);
+  p.lora_dtype = p.out_dtype = DType::kBf16;
+  p.is_unsigned = c->is_unsigned != 0;
+  const int* s = c->smem;
+  p.smem = {s[0], s[1], s[2], s[3], s[4],  s[5],
+            s[6], s[7], s[8], s[9], s[10], s[11]};
+  const Format kind = static_cast<Format>(format);
+  if (int code = cudaFuncSetAttribute(
+          GemmV1Kernel(kind, tile_m),
+          cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem.total_bytes);
+      code != cudaSuccess) {
+    return code;
+  }
+  return LaunchGemmV1(kind, tile_m, p, false, nullptr);
 }
 
 }  // extern "C"

@@ -42,7 +42,9 @@ HEAD = """
 
 
 def code_of(body: str) -> Code:
-    return Code(ptx.parse(HEAD + body + "\n  ret;\n}\n").kernels["kernel"])
+    code = Code(ptx.parse(HEAD + body + "\n  ret;\n}\n").kernels["kernel"])
+    assert code.nodes
+    return code
 
 
 def run(body, values=None, threads=32, shared=1024, cluster=1, **options):

@@ -78,6 +78,13 @@ class Schedules(parameterized.TestCase):
             run(case, policy, seed)
 
 
+class GemmV1(parameterized.TestCase):
+    @parameterized.parameters(("nvfp4", 32, 0), ("mxfp4", 64, 16), ("int4", 128, 40))
+    def test_cells(self, format, tile_m, rank):
+        case = Case(format, 45, 136, 160, rank, kernel="sm90_v1", tile_m=tile_m, seed=rank)
+        run(case, "random", 0)
+
+
 class Quantizer(parameterized.TestCase):
     """Fused quantizer and repack against tests/model.py."""
 
