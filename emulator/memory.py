@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.errors import OutOfBoundsError, ProtocolError, UninitializedError
+from emulator.errors import OutOfBoundsError, ProtocolError, RaceError, UninitializedError
 
 SHARED_WINDOW = 0x7F00_0000_0000
 PARAM_WINDOW = 0x7E00_0000_0000
@@ -32,7 +32,8 @@ class Allocation:
     Attributes:
       initialized: one flag per byte, None when every byte is.
       pending: written by a launch that may still be running: no access before griddepcontrol.wait.
-      writer: CTA that wrote each byte (0 nobody, else CTA + 1).
+      writer: CTA that wrote each byte in the last launch that wrote any (0 nobody, else CTA + 1).
+      launch: that launch.
     """
 
     def __init__(self, base: int, size: int, name: str):
@@ -45,6 +46,7 @@ class Allocation:
         self.pending = False
         self.read_only = False
         self.writer = np.zeros(padded, np.int32)
+        self.launch: object = None
         self.views = {
             name: self.data[: padded // size * size].view(name)
             for name, size in (
@@ -122,6 +124,9 @@ class GlobalMemory:
             for i in range(size):
                 if not found.initialized[offset + i].all():
                     raise UninitializedError(f"{found.name} is read where nothing was written")
+        machine = w.cluster.machine
+        if found.launch is machine and machine.options.races:
+            self._check_writers(w, found, found.writer[offset], "reads")
         index = offset // item
         view = found.views[np.dtype(dtype).name]
         return [view[index + i] for i in range(count)]
@@ -156,6 +161,8 @@ class GlobalMemory:
             return
         self.check_store(w, found)
         offset = (active - U64(found.base)).astype(np.int64)
+        if w.cluster.machine.options.races:
+            self._check_writers(w, found, found.writer[offset], "overwrites")
         view = found.views[values[0].dtype.name]
         for i, value in enumerate(values):
             view[offset // item + i] = value if mask is None else value[mask]
@@ -165,7 +172,24 @@ class GlobalMemory:
                 found.initialized[offset + i] = True
 
     @staticmethod
+    def _check_writers(w: Any, found: Allocation, writers: np.ndarray, verb: str) -> None:
+        """Clusters of a launch have no order between them."""
+        size = w.cluster.size
+        foreign = (writers > 0) & ((writers - 1) // size != w.cluster.number)
+        if foreign.any():
+            other = int(writers[foreign][0]) - 1
+            raise RaceError(f"cta {w.cta.number} {verb} what cta {other} wrote of {found.name}")
+
+    def check_box(self, w: Any, found: Allocation, writers: np.ndarray) -> None:
+        """The same for what the copy engine is about to write."""
+        if w.cluster.machine.options.races:
+            self._check_writers(w, found, writers, "overwrites")
+
+    @staticmethod
     def check_store(w: Any, found: Allocation) -> None:
+        if found.launch is not w.cluster.machine:
+            found.launch = w.cluster.machine
+            found.writer[:] = 0
         if found.read_only:
             raise ProtocolError(f"{found.name} is written, but it is an input")
         if found.pending and not w.dependency_waited:

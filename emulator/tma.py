@@ -399,6 +399,7 @@ def _tensor_store(ins: Instr) -> Node:
             w.memory.check(offset, offset + tensor.box_bytes, "store")
 
             def sink(data, found=found, view=view, inside=inside, outside=outside, tensor=tensor):
+                w.cluster.machine.memory.check_box(w, found, view(found.writer)[inside])
                 view(found.data)[inside] = data.reshape(_box_shape(tensor))[outside]
                 view(found.writer)[inside] = w.cta.number + 1
                 if found.initialized is not None:
@@ -432,6 +433,7 @@ def _bulk_store(ins: Instr) -> Node:
             at = dst - found.base
 
             def sink(data, found=found, at=at, size=size):
+                w.cluster.machine.memory.check_box(w, found, found.writer[at : at + size])
                 found.data[at : at + size] = data
                 found.writer[at : at + size] = w.cta.number + 1
                 if found.initialized is not None:

@@ -179,6 +179,11 @@ MUTANTS = (
         "token_row < kTileM && tile.m0 + token_row + 4 < args.m; token_row += 4")),
     _m("direct store past N", "cells", ODD, "OutOfBoundsError cells",
        (GEMM, "if (n + 1 < args.n) out[1]", "out[1]")),
+    _m("both CTAs of a pair take the same rows", "cells", PAIR, "cells RaceError",
+       (GEMM, "n * cluster_n + rank * kTileN};", "n * cluster_n};")),
+    _m("a tile computed twice", "cells", dataclasses.replace(MANY, clusters=2), "RaceError",
+       (GEMM, "  return {(first_m + rest - n * height) * tile_m, n * cluster_n + rank * kTileN};",
+        "  return {(first_m + (rest - n * height) / 2) * tile_m, n * cluster_n + rank * kTileN};")),
     # ---- descriptors and fragments ----
     _m("atom stride of the descriptor", "layout", EXACT, "cells RaceError",
        (WGMMA, "constexpr uint64_t kAtomStride = 8 * kRowBytes / 16;",
