@@ -35,6 +35,8 @@ class Options:
       numerics: "exact" rounds the sum of an MMA once; "hopper" aligns and truncates as reported.
       strict_ld: registers of tcgen05.ld may not be used before tcgen05.wait::ld.
       strict_cp: only documented orders between tcgen05 instructions.
+      strict_fence: tcgen05 instructions of different threads are ordered by a barrier only with
+        tcgen05.fence::before_thread_sync and after_thread_sync around it.
       strict_init: other CTAs and the copy engine use an mbarrier only after fence.mbarrier_init,
         and a relaxed arrival carries only what a fence released before it.
       strict_exit: a CTA exits only after the sources of its bulk stores have been read.
@@ -51,6 +53,7 @@ class Options:
     numerics: str = "exact"
     strict_ld: bool = True
     strict_cp: bool = False
+    strict_fence: bool = True
     strict_init: bool = True
     strict_exit: bool = True
     max_steps: int = 5_000_000

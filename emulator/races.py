@@ -17,13 +17,18 @@ from emulator.errors import RaceError, UninitializedError
 
 
 class Clocks:
-    """The two vector clocks of an agent or of a synchronisation object."""
+    """The vector clocks of an agent or of a synchronisation object.
 
-    __slots__ = ("seen", "fenced")
+    `tensor` is what an agent's tcgen05 instructions see: it grows at tcgen05.fence only, and is not
+    passed on.
+    """
+
+    __slots__ = ("seen", "fenced", "tensor")
 
     def __init__(self, slots: int):
         self.seen = np.zeros(slots, np.int32)
         self.fenced = np.zeros(slots, np.int32)
+        self.tensor = np.zeros(slots, np.int32)
 
     def join(self, other: Clocks) -> None:
         np.maximum(self.seen, other.seen, out=self.seen)
@@ -33,6 +38,13 @@ class Clocks:
         out = Clocks.__new__(Clocks)
         out.seen = self.seen.copy()
         out.fenced = self.fenced.copy()
+        out.tensor = self.tensor.copy()
+        return out
+
+    def for_tensor(self) -> Clocks:
+        """The clocks that count for tensor memory, as those of an agent."""
+        out = Clocks.__new__(Clocks)
+        out.seen = out.fenced = out.tensor = self.tensor
         return out
 
     def learn(self, slot: int, clock: int) -> None:

@@ -39,6 +39,10 @@ def _ctas(w: Warp, group: int) -> list[Any]:
     return [w.cluster.ctas[first], w.cluster.ctas[first + 1]]
 
 
+def _tensor_clocks(cluster: Any, clocks: Clocks) -> Clocks:
+    return clocks.for_tensor() if cluster.machine.options.strict_fence else clocks
+
+
 class Pipe:
     """The asynchronous tcgen05 instructions of a CTA or pair, in issue order."""
 
@@ -94,9 +98,11 @@ class _PipeOp(AsyncOp):
         else:
             known = self.pipe.clocks
             known.join(self.clocks)
+            np.maximum(known.tensor, self.clocks.tensor, out=known.tensor)
         self.execute(known)
         self.pipe.clocks.join(known)
         self.pipe.clocks.learn(self.slot, self.index)
+        self.pipe.clocks.tensor[self.slot] = self.index
         self.pipe.ops.remove(self)
         self.done = True
         self.cluster.changed()
@@ -115,6 +121,7 @@ class _PipeOp(AsyncOp):
 
     def read_tmem(self, cta: Any, column: int, columns: int, known: Clocks) -> np.ndarray:
         memory = tmem.of(cta)
+        known = _tensor_clocks(self.cluster, known)
         index = memory.index(column, columns, ALL, self.name)
         self.cluster.detector.read(
             memory, index, known, self.slot, self.index, "generic", self.name
@@ -123,6 +130,7 @@ class _PipeOp(AsyncOp):
 
     def write_tmem(self, cta: Any, column: int, value: np.ndarray, known: Clocks) -> None:
         memory = tmem.of(cta)
+        known = _tensor_clocks(self.cluster, known)
         index = memory.index(column, value.shape[1], ALL, self.name)
         self.cluster.detector.write(
             memory, index, known, self.slot, self.index, "generic", self.name
@@ -414,9 +422,9 @@ def _dealloc(ins: Instr) -> Node:
                 w.cluster.changed()
                 return
             _, column = tmem.split(int(address(w)[g.leader()]))
-            known = w.clocks.copy()
+            known = _tensor_clocks(w.cluster, w.clocks).copy()
             for clocks in state.clocks:
-                known.join(clocks)
+                known.join(_tensor_clocks(w.cluster, clocks))
             state.clocks = []
             for cta in ctas:
                 memory = tmem.of(cta)
@@ -615,8 +623,9 @@ class _Access(AsyncOp):
 class _Load(_Access):
     def step(self) -> None:
         w = self.w
+        clocks = _tensor_clocks(w.cluster, self.clocks)
         w.cluster.detector.read(
-            self.memory, self.index, self.clocks, w.tmem.load_slot, self.clock, "generic", self.name
+            self.memory, self.index, clocks, w.tmem.load_slot, self.clock, "generic", self.name
         )
         cells = self.memory.data[self.rows, self.column : self.column + self.columns]
         self.result = {w.index % 4: np.ascontiguousarray(cells.T)}
@@ -631,8 +640,9 @@ class _Store(_Access):
 
     def step(self) -> None:
         w = self.w
+        clocks = _tensor_clocks(w.cluster, self.clocks)
         w.cluster.detector.write(
-            self.memory, self.index, self.clocks, w.tmem.store_slot, self.clock, "generic",
+            self.memory, self.index, clocks, w.tmem.store_slot, self.clock, "generic",
             self.name,
         )  # fmt: skip
         block = np.stack(self.values, axis=1)
@@ -671,7 +681,7 @@ def _ld(ins: Instr) -> Node:
         else:
             # Whatever uses the registers comes after the load.
             op.step()
-            w.clocks.learn(w.tmem.load_slot, op.clock)
+            _accessed(w, w.tmem.load_slot, op.clock)
             for i, reg in enumerate(items):
                 w.R[reg.index] = op.result[w.index % 4][i].view(reg.storage)
 
@@ -727,7 +737,7 @@ def _wait_node(loads: bool) -> Node:
         w.executed += 1
         g.pc += 1
         for op in ops:
-            w.clocks.learn(state.load_slot if loads else state.store_slot, op.clock)
+            _accessed(w, state.load_slot if loads else state.store_slot, op.clock)
         if loads and ops:
             finished = set(map(id, ops))
             warp = w.index % 4
@@ -739,11 +749,26 @@ def _wait_node(loads: bool) -> Node:
     return wait
 
 
+def _accessed(w: Warp, slot: int, clock: int) -> None:
+    """A load or store is complete; others may learn of it after the next fence."""
+    w.clocks.tensor[slot] = clock
+    if w.cluster.machine.options.strict_fence:
+        w.held.append((slot, clock))
+    else:
+        w.clocks.learn(slot, clock)
+
+
 def _fence(ins: Instr) -> Node:
-    """Orders of tcgen05 instructions across threads follow from the barriers alone here."""
+    before = ins.parts[1] == "fence::before_thread_sync"
 
     def fence(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
+        if before:
+            for slot, clock in w.held:
+                w.clocks.learn(slot, clock)
+            w.held.clear()
+        else:
+            np.maximum(w.clocks.tensor, w.clocks.seen, out=w.clocks.tensor)
 
     return fence

@@ -76,6 +76,7 @@ class Warp:
         self.wgmma = None
         self.bulk = None
         self.tmem = None
+        self.held: list[tuple[int, int]] = []  # tcgen05 accesses before the next fence
         self.rng = machine.rng
 
     @property

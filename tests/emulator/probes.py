@@ -20,7 +20,7 @@ KINDS = ("e5m2", "mixed", "e4m3", "bf16", "s8")
 SPREADS = ("narrow", "wide")
 N = 32
 BOX_ROWS, BOX_SMEM = 24, 8192
-SCALARS = 4096
+SCALARS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
