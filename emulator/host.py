@@ -7,7 +7,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from emulator import tensormap
+from emulator import ptx, tensormap
 from emulator.compile import Code
 from emulator.launch import Device
 
@@ -47,12 +47,18 @@ class Host:
     """The host library, connected to a device and to kernels.
 
     An exception inside a launch is kept and raised again by `call`.
+
+    Args:
+      library: of toolchain.host_library.
+      sources: a folder with the PTX of its kernels, which are compiled when they are launched.
     """
 
-    def __init__(self, library: pathlib.Path):
+    def __init__(self, library: pathlib.Path, sources: pathlib.Path):
         self.library = ctypes.CDLL(str(library))
         self.device: Device | None = None
-        self.kernels: dict[str, Code] = {}
+        self.kernels: dict[str, Code] = {}  # loaded instead of the library's
+        self._sources = sources
+        self._known: dict[str, Code] = {}
         self.error: BaseException | None = None
         self.on_launch: Callable[[str, bool], None] | None = None
         # The library keeps the pointers: these must live as long.
@@ -61,6 +67,20 @@ class Host:
 
     def load(self, kernels: dict[str, Code]) -> None:
         self.kernels.update({normalized(name): code for name, code in kernels.items()})
+
+    def find(self, raw: str) -> Code:
+        """The kernel of this mangled name."""
+        name = normalized(raw)
+        if name in self.kernels:
+            return self.kernels[name]
+        if name not in self._known:
+            entry = f".entry {raw}("
+            texts = (path.read_text() for path in sorted(self._sources.glob("*.ptx")))
+            text = next((text for text in texts if entry in text), None)
+            if text is None:
+                raise KeyError(f"no PTX of {raw} in {self._sources}")
+            self._known[name] = Code(ptx.parse(text, only=raw).kernels[raw])
+        return self._known[name]
 
     def set_clusters(self, clusters: int) -> None:
         """Clusters that run at once, which persistent kernels ask for."""
@@ -79,7 +99,7 @@ class Host:
         try:
             info = info_pointer.contents  # type: ignore[attr-defined]
             name = normalized(info.kernel.decode())
-            code = self.kernels[name]
+            code = self.find(info.kernel.decode())
             kernel = code.kernel
             raw = bytearray(kernel.param_bytes)
             for i, param in enumerate(kernel.params):

@@ -161,8 +161,8 @@ _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)\s*")
 
 
-def parse(text: str) -> Module:
-    """Reads a whole PTX file.
+def parse(text: str, only: str | None = None) -> Module:
+    """Reads a PTX file, all of it or one kernel.
 
     Raises:
       UnknownOpcodeError: the file has something that the grammar here does not cover.
@@ -176,8 +176,9 @@ def parse(text: str) -> Module:
     while match := _ENTRY.search(clean, at):
         _module_variables(clean[at : match.start()], module_vars)
         end = _closing(clean, match.end() - 1)
-        kernel = _Body(clean, match, end, module_vars).kernel()
-        kernels[kernel.name] = kernel
+        if only is None or match.group(1) == only:
+            kernel = _Body(clean, match, end, module_vars).kernel()
+            kernels[kernel.name] = kernel
         at = end + 1
     _module_variables(clean[at:], module_vars)
     return Module(target.group(1) if target else "", kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import os
@@ -24,6 +25,9 @@ _FLAGS = ("-std=c++17", "-Wno-deprecated-gpu-targets")
 def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("W4A4_EMULATOR_CACHE", ROOT / "build" / "emulator"))
 
+
+# kMxfp4Promoted reads the layout of kMxfp4.
+QUANTIZE_V2_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Int4Group64", "Int4Group128")
 
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
@@ -106,65 +110,84 @@ def _publish(made: pathlib.Path, out: pathlib.Path) -> None:
     temporary.replace(out)
 
 
-def gemm_v2_source(path: str, tile_m: int) -> str:
-    """The instance file that CMake would write."""
-    template = (CUDA / "sm90_gemm_v2_instance.cu.in").read_text()
-    return template.replace("@path@", path).replace("@tile_m@", str(tile_m))
-
-
 def gemm_v2_name(path: str, tile_m: int) -> str:
     return f"sm90_gemm_v2_{path}_{tile_m}.cu"
 
 
-QUANTIZE_FLAGS = ("--ftz=true",)  # as in CMakeLists.txt
+def quantize_v2_name(path: str) -> str:
+    return f"sm90_quantize_v2_{path}.cu"
+
+
+def source_text(name: str) -> str:
+    """A source of the product: a file of cuda/, or an instance as CMake would write it."""
+    path = CUDA / name
+    if path.exists():
+        return path.read_text()
+    for kind in ("gemm_v2", "quantize_v2"):
+        start = f"sm90_{kind}_"
+        if name.startswith(start):
+            template = (CUDA / f"{start}instance.cu.in").read_text()
+            kernel, _, tile = name[len(start) : -len(".cu")].partition("_")
+            return template.replace("@path@", kernel).replace("@tile_m@", tile)
+    raise FileNotFoundError(name)
 
 
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
-    """PTX of one source of the product: a file of cuda/ or a gemm_v2 instance."""
-    if name.startswith("sm90_gemm_v2_"):
-        path, tile = name[len("sm90_gemm_v2_") : -len(".cu")].rsplit("_", 1)
-        return ptx_of(name, edits=edits, text=gemm_v2_source(path, int(tile)))
-    flags = QUANTIZE_FLAGS if name == "sm90_quantize_v2.cu" else ()
-    return ptx_of(name, flags=flags, edits=edits)
+    """PTX of one source of the product, see source_text."""
+    return ptx_of(name, edits=edits, text=None if (CUDA / name).exists() else source_text(name))
 
 
-def host_library(instances: Sequence[tuple[str, int]]) -> pathlib.Path:
-    """The launch code with the fake runtime; of GEMM v2 for these (path, tile_m)."""
+def host_library(instances: Sequence[tuple[str, int]]) -> tuple[pathlib.Path, pathlib.Path]:
+    """The launch code with the fake runtime; of GEMM v2 for these (path, tile_m).
+
+    Returns the library and a folder with the PTX of each source of it.
+    """
     key = _key(_sources_digest(CUDA), _sources_digest(HOST), tuple(instances))
     out = cache_dir() / f"host-{key}.so"
+    kernels = out.with_suffix("")
     if out.exists():
-        return out
+        return out, kernels
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    kernels.mkdir(parents=True, exist_ok=True)
+    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        kernels = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
-        (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {kernels}\n")
-        names = ("sm90_gemm_v1", "sm90_gemm_v2", "sm90_quantize_v2", "sm90_repack_v2")
-        sources = [CUDA / f"{n}.cu" for n in names]
-        sources += [HOST / "entry.cc", HOST / "fake_cuda.cc"]
-        for path, tile in instances:
-            instance = folder / gemm_v2_name(path, tile)
-            instance.write_text(gemm_v2_source(path, tile))
-            sources.append(instance)
-        objects = []
-        for source in sources:
-            made = folder / (source.name + ".o")
-            flags = QUANTIZE_FLAGS if source.name == "sm90_quantize_v2.cu" else ()
+        (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
+        names = [f"sm90_{n}.cu" for n in (
+            "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
+        )]  # fmt: skip
+        names += [gemm_v2_name(path, tile) for path, tile in instances]
+        names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
+        for source in names:
+            (folder / source).write_text(source_text(source))
+        for source in HOST.glob("*.cc"):
+            shutil.copy(source, folder)
+            names.append(source.name)
+
+        def build(source: str) -> None:
+            # -keep leaves the PTX beside the object.
+            keep = folder / f"keep-{source}"
+            keep.mkdir()
             _run(
-                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, *flags,
-                 f"-I{CUDA}", f"-I{folder}", "-Xcompiler", "-fPIC", "-c", source, "-o", made],
+                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, f"-I{CUDA}",
+                 f"-I{folder}", "-Xcompiler", "-fPIC", "-keep", "-keep-dir", keep, "-c", source,
+                 "-o", f"{source}.o"],
                 folder,
             )  # fmt: skip
-            objects.append(made)
+            for made in keep.glob("*.ptx"):
+                _publish(made, kernels / made.name)
+            shutil.rmtree(keep)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(build, names))
         _run(
-            [NVCC, "-shared", "-cudart", "none", "-Xlinker", "-Bsymbolic", *objects,
-             "-o", folder / "host.so"],
+            [NVCC, "-shared", "-cudart", "none", "-Xlinker", "-Bsymbolic",
+             *(f"{n}.o" for n in names), "-o", folder / "host.so"],
             folder,
         )  # fmt: skip
         _publish(folder / "host.so", out)
-    return out
+    return out, kernels
 
 
 @functools.lru_cache(maxsize=64)

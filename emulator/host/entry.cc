@@ -1,8 +1,10 @@
 // Plain C entries to the launch functions, for emulator/product.py.
 #include <cuda_runtime_api.h>
 
+#include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_quantize_public.h"
 #include "sm90_quantize_v2.h"
 #include "sm90_repack_v2.h"
 
@@ -30,7 +32,7 @@ static WeightRowParams Unpack(const WeightRows& w) {
 
 int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
                        void* act, float* token_scale, const WeightRows* weight,
-                       int64_t m, int k_pad, int is_unsigned) {
+                       int64_t m, int k_pad, int tile_m, int is_unsigned) {
   RepackV2Params p = {};
   p.packed = packed;
   p.scales = scales;
@@ -40,31 +42,81 @@ int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
   p.m = m;
   p.k_pad = k_pad;
   p.is_unsigned = is_unsigned != 0;
+  p.token_pitch = GemmV2TokenPitch(m, tile_m);
   return LaunchRepackV2(static_cast<GemmV2Path>(path), p, nullptr);
 }
 
-int emulator_quantize_v2(const void* x, const float* smooth,
-                         const float* global_scale, const void* lora_down,
-                         void* act, float* token_scale, void* lora_act,
-                         const WeightRows* weight, int64_t m, int k, int k_pad,
-                         int rank, int rule, int cluster, int stages) {
-  QuantizeV2Params p = {};
+int emulator_down_v2(const void* x, const void* lora_down, void* lora_act,
+                     int64_t m, int k, int rank, int cluster, int stages,
+                     int off_barriers, int smem_bytes) {
+  DownV2Params p = {};
   p.x = x;
-  p.smooth = smooth;
-  p.global_scale = global_scale;
   p.lora_down = lora_down;
-  p.act = act;
-  p.token_scale = token_scale;
   p.lora_act = lora_act;
-  p.weight = Unpack(*weight);
   p.m = m;
   p.k = k;
-  p.k_pad = k_pad;
   p.rank = rank;
-  p.rule = static_cast<ScaleRule>(rule);
   p.cluster = cluster;
   p.stages = stages;
-  return LaunchQuantizeV2(p, 0, nullptr);
+  p.off_barriers = off_barriers;
+  p.smem_bytes = smem_bytes;
+  return LaunchDownV2(p, 0, nullptr);
+}
+
+// What both quantizers read.
+struct Tokens {
+  const void* x;
+  const float* smooth;
+  const float* global_scale;
+  int64_t m;
+  int k, k_pad;
+  int chunks, warps;
+  int x_dtype, rule, is_unsigned, beside;
+};
+
+int emulator_quantize_v2(int path, const Tokens* t, void* act,
+                         float* token_scale, const WeightRows* weight,
+                         int tile_m) {
+  QuantizeV2Params p = {};
+  p.x = t->x;
+  p.smooth = t->smooth;
+  p.global_scale = t->global_scale;
+  p.act = act;
+  p.token_scale = token_scale;
+  p.token_pitch = GemmV2TokenPitch(t->m, tile_m);
+  p.weight = Unpack(*weight);
+  p.m = t->m;
+  p.k = t->k;
+  p.k_pad = t->k_pad;
+  p.chunks = t->chunks;
+  p.warps = t->warps;
+  p.x_dtype = static_cast<DType>(t->x_dtype);
+  p.rule = static_cast<ScaleRule>(t->rule);
+  p.is_unsigned = t->is_unsigned != 0;
+  return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, t->beside != 0,
+                          nullptr);
+}
+
+int emulator_quantize_public(int format, const Tokens* t, void* packed,
+                             void* scales, int block, int scale_dtype) {
+  QuantizePublicParams p = {};
+  p.x = t->x;
+  p.smooth = t->smooth;
+  p.global_scale = t->global_scale;
+  p.packed = packed;
+  p.scales = scales;
+  p.m = t->m;
+  p.k = t->k;
+  p.k_pad = t->k_pad;
+  p.block = block;
+  p.chunks = t->chunks;
+  p.warps = t->warps;
+  p.x_dtype = static_cast<DType>(t->x_dtype);
+  p.scale_dtype = static_cast<DType>(scale_dtype);
+  p.rule = static_cast<ScaleRule>(t->rule);
+  p.is_unsigned = t->is_unsigned != 0;
+  return LaunchQuantizePublic(static_cast<Format>(format), p, t->beside != 0,
+                              nullptr);
 }
 
 // smem: weight, lora_up, store, token, barriers, stage_bytes, total_bytes.
@@ -73,7 +125,8 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
                      const uint8_t* weight, const void* weight_scale,
                      const void* lora_act, const void* lora_up, void* out,
                      int64_t m, int64_t n, int k_pad, int rank, int stages,
-                     int group_m, const int* smem, int dependent) {
+                     int group_m, int promote_k, int scale_dtype,
+                     const int* smem, int dependent) {
   GemmV2Params p = {};
   p.act = act;
   p.token_scale = token_scale;
@@ -89,6 +142,8 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   p.rank = rank;
   p.stages = stages;
   p.group_m = group_m;
+  p.promote_k = promote_k;
+  p.scale_dtype = static_cast<DType>(scale_dtype);
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4], smem[5], smem[6]};
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
                       dependent != 0, 0, nullptr)
