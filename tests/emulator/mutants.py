@@ -17,6 +17,8 @@ RING = "sm90_pipeline.cuh"
 WGMMA = "sm90_wgmma.cuh"
 EXPAND = "sm90_expand.cuh"
 QUANT = "sm90_quantize_v2.cuh"
+TOKEN = "sm90_quantize_token.cuh"
+DOWN = "sm90_down_v2.cuh"
 PTX = "sm90_ptx.cuh"
 
 PLAIN = Case("mxfp4", 70, 200, 288, 32, clusters=1, stages=2)
@@ -26,7 +28,10 @@ EXACT = Case("mxfp4", 70, 200, 288, 32, clusters=1, exact=True)
 NVFP4 = Case("nvfp4", 70, 136, 208, 32, clusters=1, exact=True)
 INT4 = Case("int4", 70, 136, 288, 0, clusters=1, exact=True)
 ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
-FUSED = Case("mxfp4", 70, 136, 640, 48, clusters=1, fused=True)
+GROUPS = Case("int4", 70, 136, 320, 48, block=64, clusters=1, stages=2)
+GROUPS128 = dataclasses.replace(GROUPS, block=128, scale_dtype="float32")
+PROMOTED = Case("mxfp4", 70, 136, 544, 48, precision="highest", promote_k=256, clusters=1, stages=2)
+FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,8 @@ def _m(name, kind, case, caught, *edits, **rest) -> Mutant:
     return Mutant(name, kind, case, tuple(caught.split()), edits, **rest)
 
 
-_QUANT = {"sources": ("sm90_quantize_v2.cu",)}
+_QUANT = {"sources": ("sm90_quantize_v2_Mxfp4.cu",)}
+_DOWN = {"sources": ("sm90_down_v2.cu",)}
 
 MUTANTS = (
     # ---- the ring ----
@@ -82,8 +88,8 @@ MUTANTS = (
        (RING, "empty_(barriers + 8 * stages)", "empty_(barriers + 8 * (stages - 1))")),
     # ---- the producer ----
     _m("expect_tx 16 bytes short", "protocol", PLAIN, "DeadlockError RaceError UninitializedError",
-       (GEMM, "constexpr uint32_t kBlockBytes = kTileM * kRowBytes + kTileN * Format::kWeightBytes;",
-        "constexpr uint32_t kBlockBytes = kTileM * kRowBytes + kTileN * Format::kWeightBytes - 16;")),
+       (GEMM, "Format::kStageGroups * kTileM * 4;\n  constexpr uint32_t kChunkBytes",
+        "Format::kStageGroups * kTileM * 4 - 16;\n  constexpr uint32_t kChunkBytes")),
     _m("expect_tx 16 bytes long", "protocol", PLAIN, "DeadlockError",
        (GEMM, "constexpr uint32_t kChunkBytes = kTileM * kLoraRowBytes + kTileN * kLoraRowBytes;",
         "constexpr uint32_t kChunkBytes = kTileM * kLoraRowBytes + kTileN * kLoraRowBytes + 16;")),
@@ -117,7 +123,8 @@ MUTANTS = (
     _m("no wgmma.fence", "protocol", PLAIN, "ProtocolError",
        (GEMM, "wgmma_fence();\n      // 32 bytes", "// 32 bytes")),
     _m("no wgmma.wait before the epilogue", "protocol", PLAIN, "ProtocolError",
-       (GEMM, "    wgmma_wait<0>();\n    pin(acc);\n    main.release", "    main.release")),
+       (GEMM, "    if constexpr (Format::kStageGroups == 0) {\n      wgmma_wait<0>();\n      pin(acc);",
+        "    if constexpr (Format::kStageGroups == 0) {\n      pin(acc);")),
     _m("low-rank slot released one MMA early", "protocol", dataclasses.replace(PLAIN, rank=96),
        "RaceError",
        (GEMM, "    wgmma_commit();\n    wgmma_wait<1>();\n    main.release<kCluster>(previous, lane, chunk > 0);",
@@ -161,7 +168,7 @@ MUTANTS = (
        (GEMM, "  if (issuer) store_wait_read<0>();\n  named_barrier_sync(barrier, 128);",
         "  if (issuer) store_wait_read<0>();")),
     _m("no wait for the last store", "protocol", PLAIN, "ProtocolError",
-       (GEMM, "  if (warp == 0 && lane == 0) store_wait_read<0>();\n", "")),
+       (GEMM, "  if (place.warp == 0 && place.lane == 0) store_wait_read<0>();\n", "")),
     _m("both warpgroups on one barrier", "protocol", MANY, "ProtocolError RaceError DeadlockError",
        (GEMM, "const uint32_t barrier = 1 + group;", "const uint32_t barrier = 1;")),
     _m("barrier for all threads", "protocol", PLAIN, "DeadlockError",
@@ -191,19 +198,25 @@ MUTANTS = (
     _m("swizzle code of the descriptor", "layout", EXACT, "cells RaceError UninitializedError",
        (WGMMA, "kSwizzle = kRowBytes == 128 ? 1 : 2;", "kSwizzle = kRowBytes == 128 ? 2 : 1;")),
     _m("K advance of the descriptor", "layout", EXACT, "cells",
-       (GEMM, "act + 2 * s, s > 0", "act + s, s > 0")),
+       (GEMM, "act + 2 * s, s > 0 || kb > 0", "act + s, s > 0 || kb > 0")),
     _m("accumulate flag", "arithmetic", EXACT, "cells",
        (GEMM, "s > 0 || kb > 0);", "s > 0);")),
     _m("second row's weights", "layout", EXACT, "cells",
        (GEMM, "Format::load_packed(weight + 8 * Format::kWeightBytes)",
         "Format::load_packed(weight + 4 * Format::kWeightBytes)")),
     _m("scale column of the quad", "layout", EXACT, "cells",
-       (GEMM, "static_cast<int64_t>(r) * args.scale_blocks + q;",
-        "static_cast<int64_t>(r) * args.scale_blocks;")),
+       (GEMM, "static_cast<uint32_t>(r) * args.scale_blocks + first;",
+        "static_cast<uint32_t>(r) * args.scale_blocks;")),
     _m("scale rows past K", "arithmetic", Case("mxfp4", 70, 200, 96, 0, clusters=1, exact=True),
        "OutOfBoundsError",
-       (GEMM, "next_scale(row, q < args.scale_blocks, Format::kStageScales);",
-        "next_scale(row, true, Format::kStageScales);")),
+       (GEMM, "next_scale<Format>(args, row, row.scale, first < args.scale_blocks);",
+        "next_scale<Format>(args, row, row.scale, true);")),
+    _m("scales of a second stage that is not there", "arithmetic",
+       Case("mxfp4", 70, 200, 96, 0, clusters=1, exact=True), "OutOfBoundsError",
+       (GEMM, "row, row.next, first + Format::kStageScales < args.scale_blocks);",
+        "row, row.next, true);")),
+    _m("scales two stages past K", "arithmetic", EXACT, "OutOfBoundsError",
+       (GEMM, "constexpr int kAhead = Format::kPromote ? 1 : 2;", "constexpr int kAhead = 1;")),
     _m("half of the second low-rank step", "arithmetic", EXACT, "cells",
        (GEMM, "Wgmma<kTileM>::ss_bf16(acc, up + 2, act + 2);",
         "Wgmma<kTileM>::ss_bf16(acc, up + 2, act);")),
@@ -227,21 +240,68 @@ MUTANTS = (
        attrs={"smem_bytes": lambda v: v - 112}),
     _m("low-rank operands overlap", "account", PLAIN, "RaceError cells",
        attrs={"off_lora_up": lambda v: v - 1024}),
-    # ---- the quantizer ----
-    _m("partial sums before every warp is done", "protocol", FUSED, "RaceError",
-       (QUANT, "      named_barrier_sync(1, 32 * kQuantizeWarps);\n", ""), **_QUANT),
-    _m("row maxima before the cluster barrier", "protocol",
-       dataclasses.replace(FUSED, quantizer_cluster=2), "RaceError UninitializedError",
-       (QUANT, "  cluster_sync();\n  if (warp < kQuantizeWarps) {",
-        "  if (warp < kQuantizeWarps) {"), **_QUANT),
-    _m("exit while a peer still reads", "protocol", dataclasses.replace(FUSED, quantizer_cluster=2),
+    # ---- scales per group, promotion ----
+    _m("nobody has the first turn", "protocol", GROUPS, "DeadlockError",
+       (GEMM, "  if (Format::kStageGroups > 0 && place.group == 1) pass_turn(1);\n", "")),
+    _m("a warpgroup passes the turn to itself", "protocol", GROUPS, "DeadlockError ProtocolError",
+       (GEMM, "named_barrier_arrive(kTurn + 1 - group, kTurnThreads);",
+        "named_barrier_arrive(kTurn + group, kTurnThreads);")),
+    _m("turns on the store's barriers", "protocol", GROUPS, "ProtocolError DeadlockError",
+       (GEMM, "constexpr uint32_t kTurn = 3;", "constexpr uint32_t kTurn = 1;")),
+    _m("turns of one warpgroup's threads", "protocol", GROUPS, "ProtocolError DeadlockError",
+       (GEMM, "constexpr uint32_t kTurnThreads = 256;", "constexpr uint32_t kTurnThreads = 128;")),
+    _m("a turn too many at the end", "protocol", GROUPS, "DeadlockError",
+       (GEMM, "  if (Format::kStageGroups > 0 && place.group == 0) await_turn(0);",
+        "  if (Format::kStageGroups > 0) await_turn(place.group);")),
+    _m("sums of a group before its MMAs", "protocol", GROUPS, "ProtocolError",
+       (GEMM, "      wgmma_wait<0>();\n      pin(acc);\n#pragma unroll\n      for (int j",
+        "      pin(acc);\n#pragma unroll\n      for (int j")),
+    _m("four MMAs in flight on two fragments", "protocol", GROUPS128, "ProtocolError RaceError",
+       (GEMM, "if (i + 1 < kSteps) wgmma_wait<1>();", "")),
+    _m("slot released under a group's token scales", "protocol", GROUPS, "RaceError",
+       (GEMM, "      const uint32_t tokens = slot + args.off_token + g * kTileM * 4 + q * 8;\n"
+        "      wgmma_wait<0>();\n      pin(acc);",
+        "      const uint32_t tokens = slot + args.off_token + g * kTileM * 4 + q * 8;\n"
+        "      wgmma_wait<0>();\n      pin(acc);\n"
+        "      if (g == kGroups - 1) main.release<kCluster>(stage.slot, lane);"),
+       (GEMM, "    __syncwarp();\n    main.release<kCluster>(stage.slot, lane);\n", "")),
+    _m("token scales of the first group", "arithmetic", GROUPS, "cells",
+       (GEMM, "slot + args.off_token + g * kTileM * 4 + q * 8;",
+        "slot + args.off_token + q * 8;")),
+    _m("weight scale of the group before", "arithmetic", GROUPS, "cells",
+       (GEMM, "const int next = min((kb + 1) * kGroups + g, args.scale_blocks - 1);",
+        "const int next = min(kb * kGroups + g, args.scale_blocks - 1);")),
+    _m("weight scales past the last group", "arithmetic", GROUPS, "OutOfBoundsError",
+       (GEMM, "const int next = min((kb + 1) * kGroups + g, args.scale_blocks - 1);",
+        "const int next = (kb + 1) * kGroups + g;")),
+    _m("promotion before the MMAs are complete", "protocol", PROMOTED, "ProtocolError",
+       (GEMM, "    wgmma_wait<0>();\n    pin(acc);\n#pragma unroll\n    for (int i = 0; i < kTileM / 2; ++i) total",
+        "    pin(acc);\n#pragma unroll\n    for (int i = 0; i < kTileM / 2; ++i) total")),
+    _m("promoted sums stay in the tensor core", "arithmetic", PROMOTED, "cells",
+       (GEMM, "    int accumulate = 0;\n", "    int accumulate = kb > 0;\n")),
+    # ---- the quantizer, LoRA-down ----
+    _m("token maximum before every warp is done", "protocol", FUSED, "RaceError UninitializedError",
+       (TOKEN, "  named_barrier_sync(barrier, 32 * kWarps);\n", ""), **_QUANT),
+    _m("two tokens on one barrier", "protocol", FUSED,
+       "RaceError UninitializedError ProtocolError DeadlockError",
+       (QUANT, "slots[local], 1 + local};", "slots[local], 1};"), **_QUANT),
+    _m("x past the last piece", "arithmetic", FUSED, "OutOfBoundsError",
+       (TOKEN, "    if (c < chunks) {", "    if (c <= chunks) {"), **_QUANT),
+    _m("partial sums before the ring is empty", "protocol", FUSED, "RaceError",
+       (DOWN, "    named_barrier_sync(1, kThreads);\n", ""), **_DOWN),
+    _m("partial sums before the cluster barrier", "protocol",
+       dataclasses.replace(FUSED, down_cluster=2), "RaceError UninitializedError",
+       (DOWN, "  cluster_sync();\n  if (thread < kThreads) add", "  if (thread < kThreads) add"),
+       **_DOWN),
+    _m("exit while a peer still reads", "protocol", dataclasses.replace(FUSED, down_cluster=2),
        "ProtocolError",
-       (QUANT, "  // Peers read this CTA's row maxima and partial sums until here.\n  cluster_sync();\n",
-        ""), **_QUANT),
-    _m("quantizer's stage released under its MMAs", "protocol", FUSED, "RaceError ProtocolError",
-       (QUANT, "if constexpr (kRanks > 0) wgmma_wait<0>();\n    __syncwarp();", "__syncwarp();"),
-       **_QUANT),
-    _m("quantizer expects one box", "protocol", FUSED, "RaceError DeadlockError UninitializedError",
-       (QUANT, "kXBytes + kBoxes * kBoxBytes)", "kXBytes + kBoxBytes)"),
-       sources=("sm90_quantize_v2.cu",)),
+       (DOWN, "  // Peers read this CTA's partial sums until they are through.\n  cluster_sync();\n",
+        ""), **_DOWN),
+    _m("stage of LoRA-down released under its MMAs", "protocol", FUSED, "RaceError ProtocolError",
+       (DOWN, "    wgmma_wait<1>();\n    ring.release<1>(previous, lane, step > 0);",
+        "    wgmma_wait<1>();\n    ring.release<1>(stage.slot, lane);"), **_DOWN),
+    _m("LoRA-down expects one box", "protocol", FUSED,
+       "RaceError DeadlockError UninitializedError ProtocolError",
+       (DOWN, "ring.acquire(stage, kStageBytes)",
+        "ring.acquire(stage, kDownXBytes + kDownRankBytes)"), **_DOWN),
 )  # fmt: skip

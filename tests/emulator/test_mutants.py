@@ -22,6 +22,11 @@ FAST = {
     "slab without swizzle",
     "last column of an odd N",
     "weight halved twice in the account",
+    "a warpgroup passes the turn to itself",
+    "weight scales past the last group",
+    "scales two stages past K",
+    "token maximum before every warp is done",
+    "exit while a peer still reads",
 }
 
 
@@ -41,7 +46,7 @@ def outcome(mutant: mutants.Mutant, policy: str, seed: int) -> str:
 
 class Noticing(parameterized.TestCase):
     def notice(self, mutant):
-        sources = mutant.sources or (toolchain.gemm_v2_name(mutant.case.path, 64),)
+        sources = mutant.sources or (toolchain.gemm_v2_name(mutant.case.path.name, 64),)
         with product.seeded(sources, mutant.edits):
             for seed in range(3):
                 for policy in POLICIES:
