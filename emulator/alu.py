@@ -275,6 +275,14 @@ def _neg(e: Emitter, ins: Instr) -> None:
     _float_result(e, ins, text.format(_float(e, ins, ins.ops[1], kind)), kind)
 
 
+@emits("copysign")
+def _copysign(e: Emitter, ins: Instr) -> None:
+    """The sign of the first source, the magnitude of the second."""
+    check(ins, "f32")
+    sign, value = (e.src(op, "f32") for op in ins.ops[1:])
+    e.dst(ins.ops[0], f"np.copysign({value}, {sign})", "float32")
+
+
 @emits("min", "max")
 def _minmax(e: Emitter, ins: Instr) -> None:
     kind = _type(ins)
@@ -287,6 +295,12 @@ def _minmax(e: Emitter, ins: Instr) -> None:
         else:
             text = f"f{ins.parts[0]}({args})"
         _float_result(e, ins, text, kind)
+        return
+    if kind in ("bf16x2", "f16x2"):
+        check(ins, "NaN xorsign abs bf16x2 f16x2")
+        args = ", ".join(e.src(op, kind) for op in ins.ops[1:3])
+        how = f"{largest}, {ins.has('NaN')}, {ins.has('xorsign')}"
+        e.dst(ins.ops[0], f"{kind}(lambda a, b: minmax(a, b, {how}), {args})", "uint32")
         return
     check(ins, _INTS)
     name = "maximum" if largest else "minimum"
@@ -529,7 +543,12 @@ _PACKED = {"bf16x2", "f16x2", "e2m1x2", "e4m3x2", "e5m2x2", "ue8m0x2"}
 
 
 def _cvt_packed(e: Emitter, ins: Instr, to: str, source: str, mode: str) -> None:
-    """Two fp32 to a pair; the first source is the high half."""
+    """Two fp32 to a pair; the first source is the high half. Or two fp8 to two fp16."""
+    if to == "f16x2" and source in ("e4m3x2", "e5m2x2"):
+        pair = e.src(ins.ops[1], "u16")
+        lo, hi = (f"decode_fp8({half}, '{source[:-2]}')" for half in (pair, f"({pair} >> uint16(8))"))
+        e.dst(ins.ops[0], f"pack16({lo}, {hi})", "uint32")
+        return
     if source != "f32" or len(ins.ops) != 3:
         raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")
     hi, lo = (e.src(op, "f32") for op in ins.ops[1:])

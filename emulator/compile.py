@@ -258,6 +258,7 @@ _NAMESPACE: dict[str, Any] = {
     )},
     "bool": bool,
     "encode_fp8": formats.encode_fp8,
+    "decode_fp8": formats.decode_fp8,
     "np": np,
     "np_add": np.add,
     "np_sub": np.subtract,

@@ -67,3 +67,9 @@ def encode_fp8(x: np.ndarray, name: str) -> np.ndarray:
     code = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, upper - 1)
     code = np.where(np.isnan(x), 0x7F, code | np.where(np.signbit(x), 0x80, 0))
     return code.astype(np.uint8)
+
+
+def decode_fp8(codes: np.ndarray, name: str) -> np.ndarray:
+    """Low bytes of these to fp16 bits, exact; NaN is 0x7FFF."""
+    values = table(name)[codes & 0xFF]
+    return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))
