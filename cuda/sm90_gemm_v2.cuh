@@ -162,13 +162,15 @@ __device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring
 struct Row {
   RowInputs inputs;
   uint32_t scales;        // where in weight_scales this lane's bytes of the next stage are
-  uint32_t scale;         // its value for the stage about to be expanded
+  uint32_t scale;         // their value for the stage about to be expanded
+  uint32_t next;          // and for the one after it, unless kPromote, which has no register left
 };
 
 // Reads a lane's scale bytes and steps to the next stage. Past the last scale the old value stays: the
 // codes there are zero (the copy engine fills them in), so any scale will do.
 template <class Format>
-__device__ __forceinline__ void next_scale(const GemmV2Args& args, Row& row, bool inside) {
+__device__ __forceinline__ void next_scale(const GemmV2Args& args, Row& row, uint32_t& bytes,
+                                           bool inside) {
   if constexpr (Format::kStageScales == 8) {
     asm volatile(
         "{\n"
@@ -176,7 +178,7 @@ __device__ __forceinline__ void next_scale(const GemmV2Args& args, Row& row, boo
         "setp.ne.u32 p, %2, 0;\n"
         "@p ld.global.nc.u16 %0, [%1];\n"
         "}\n"
-        : "+r"(row.scale)
+        : "+r"(bytes)
         : "l"(args.weight_scales + row.scales), "r"(static_cast<uint32_t>(inside)));
   } else {
     asm volatile(
@@ -185,7 +187,7 @@ __device__ __forceinline__ void next_scale(const GemmV2Args& args, Row& row, boo
         "setp.ne.u32 p, %2, 0;\n"
         "@p ld.global.nc.u8 %0, [%1];\n"
         "}\n"
-        : "+r"(row.scale)
+        : "+r"(bytes)
         : "l"(args.weight_scales + row.scales), "r"(static_cast<uint32_t>(inside)));
   }
   row.scales += Format::kStageScales;
@@ -208,18 +210,29 @@ __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q
   const int first = q * Format::kStageScales / 4;
   row.scales = static_cast<uint32_t>(r) * args.scale_blocks + first;
   row.scale = 0;
-  if constexpr (Format::kStageScales > 0) next_scale<Format>(args, row, first < args.scale_blocks);
+  if constexpr (Format::kStageScales > 0) {
+    next_scale<Format>(args, row, row.scale, first < args.scale_blocks);
+    if constexpr (!Format::kPromote) {
+      row.next = row.scale;
+      next_scale<Format>(args, row, row.next, first + Format::kStageScales < args.scale_blocks);
+    }
+  }
   return row;
 }
 
-// The scales of the stage after `kb`.
+// From stage `kb` to the next, and the scales of one more stage on their way: what is needed under the
+// last MMA of a stage must have been asked for a whole stage before.
 template <class Format>
 __device__ __forceinline__ void next_scales(const GemmV2Args& args, Row (&rows)[2], int kb, int q) {
   if constexpr (Format::kStageScales > 0) {
+    constexpr int kAhead = Format::kPromote ? 1 : 2;
     const int first = q * Format::kStageScales / 4;
-    const bool inside = (kb + 1) * Format::kStageScales < args.scale_blocks - first;
-    next_scale<Format>(args, rows[0], inside);
-    next_scale<Format>(args, rows[1], inside);
+    const bool inside = (kb + kAhead) * Format::kStageScales < args.scale_blocks - first;
+#pragma unroll
+    for (Row& row : rows) {
+      if constexpr (!Format::kPromote) row.scale = row.next;
+      next_scale<Format>(args, row, Format::kPromote ? row.scale : row.next, inside);
+    }
   }
 }
 
@@ -354,6 +367,18 @@ __device__ __forceinline__ float decode_group_scale(const GemmV2Args& args, uint
   return flushed;
 }
 
+// The warpgroups take turns to give a group's MMAs to the tensor core, so that one's fp32 work runs
+// under the other's MMAs: left alone they stay in step and the tensor core idles meanwhile. Barrier
+// kTurn + g is warpgroup g's turn; warpgroup 0 begins.
+constexpr uint32_t kTurn = 3;
+constexpr uint32_t kTurnThreads = 256;
+__device__ __forceinline__ void await_turn(int group) {
+  named_barrier_sync(kTurn + group, kTurnThreads);
+}
+__device__ __forceinline__ void pass_turn(int group) {
+  named_barrier_arrive(kTurn + 1 - group, kTurnThreads);
+}
+
 // The K loop where every group of K has a scale of its own on both sides: the sums of a group are
 // integers, exact on the FP8 MMA, and move on into fp32 times both scales. A slot holds the token
 // scales of its groups. Everything is complete and released at the end.
@@ -361,7 +386,7 @@ template <class Format, int kTileM, int kCluster>
 __device__ __forceinline__ void mma_grouped(const GemmV2Args& args, uint32_t smem, const Ring& main,
                                             RingState& stage, float (&total)[kTileM / 2],
                                             const Row (&rows)[2], uint32_t thread_weight, int q,
-                                            uint32_t lane) {
+                                            uint32_t lane, int warpgroup) {
   constexpr int kGroups = Format::kStageGroups;
   float acc[kTileM / 2];
 #pragma unroll
@@ -377,17 +402,6 @@ __device__ __forceinline__ void mma_grouped(const GemmV2Args& args, uint32_t sme
   }
   int kb = 0;
   do {
-    float scale[2][kGroups];
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int group = min((kb + 1) * kGroups + g, args.scale_blocks - 1);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        scale[r][g] = decode_group_scale(args, bits[r][g]);
-        bits[r][g] = load_group_scale(args, rows[r].scales + group);
-      }
-    }
-
     main.wait_full(stage);
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
     const uint32_t weight = slot + thread_weight;
@@ -408,10 +422,19 @@ __device__ __forceinline__ void mma_grouped(const GemmV2Args& args, uint32_t sme
           expand_s4_e4m3(s % 2 == 0 ? packed[r].x : packed[r].y, tables, a[s % 2][r],
                          a[s % 2][r + 2]);
         }
+        if (i == 0) await_turn(warpgroup);
         wgmma_fence();
         Wgmma<kTileM>::template rs<Format::kMma>(acc, a[s % 2], act + 2 * s, i > 0);
         wgmma_commit();
         if (i + 1 < kSteps) wgmma_wait<1>();
+      }
+      pass_turn(warpgroup);
+      const int next = min((kb + 1) * kGroups + g, args.scale_blocks - 1);
+      float scale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        scale[r] = decode_group_scale(args, bits[r][g]);
+        bits[r][g] = load_group_scale(args, rows[r].scales + next);
       }
       const uint32_t tokens = slot + args.off_token + g * kTileM * 4 + q * 8;
       wgmma_wait<0>();
@@ -422,7 +445,7 @@ __device__ __forceinline__ void mma_grouped(const GemmV2Args& args, uint32_t sme
         const float token[2] = {__uint_as_float(raw.x), __uint_as_float(raw.y)};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          total[4 * j + i] += acc[4 * j + i] * (scale[i / 2][g] * token[i % 2]);
+          total[4 * j + i] += acc[4 * j + i] * (scale[i / 2] * token[i % 2]);
         }
       }
     }
@@ -568,7 +591,8 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
   Tile tile = tile_at(args, cluster, kTileM, kCluster * kTileN, cta_rank<kCluster>());
   Row next_rows[2] = {load_row<Format>(args, tile.n0 + place.local_row, place.q),
                       load_row<Format>(args, tile.n0 + place.local_row + 8, place.q)};
-  for (int turn = 0;; ++turn) {
+  if (Format::kStageGroups > 0 && place.group == 1) pass_turn(1);
+  for (int round = 0;; ++round) {
     Row rows[2] = {next_rows[0], next_rows[1]};
     float acc[kTileM / 2];
     if constexpr (Format::kPromote) {
@@ -576,14 +600,15 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
                                              place.q, place.lane);
       // Two sets of accumulators leave few registers: what the K loop does not need comes anew.
       place = Place();
-      tile = tile_at(args, cluster + turn * clusters, kTileM, kCluster * kTileN, cta_rank<kCluster>());
+      tile = tile_at(args, cluster + round * clusters, kTileM, kCluster * kTileN,
+                     cta_rank<kCluster>());
       rows[0].inputs = load_row_inputs(args, tile.n0 + place.local_row);
       rows[1].inputs = load_row_inputs(args, tile.n0 + place.local_row + 8);
     } else if constexpr (Format::kStageGroups > 0) {
       mma_grouped<Format, kTileM, kCluster>(args, smem, main, stage, acc, rows, thread_weight,
-                                            place.q, place.lane);
+                                            place.q, place.lane, place.group);
       place = Place();
-      tile = tile_at(args, cluster + turn * clusters, kTileM, kCluster * kTileN,
+      tile = tile_at(args, cluster + round * clusters, kTileM, kCluster * kTileN,
                      cta_rank<kCluster>());
       rows[0].inputs = load_row_inputs(args, tile.n0 + place.local_row);
       rows[1].inputs = load_row_inputs(args, tile.n0 + place.local_row + 8);
@@ -595,7 +620,7 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
     const uint32_t lane = place.lane;
 
     // The next tile's row inputs come from L2: ask before the epilogue, use after it.
-    const int next_index = cluster + (turn + 1) * clusters;
+    const int next_index = cluster + (round + 1) * clusters;
     const bool more = next_index < tiles;
     Tile next_tile = tile;
     if (more) {
@@ -610,10 +635,10 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
       main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);
     }
 
-    // Where RingState would be after `turn` steps, without registers of its own.
+    // Where RingState would be after `round` steps, without registers of its own.
     RingState token;
-    token.slot = turn % kTokenStages;
-    token.phase = turn / kTokenStages % 2;
+    token.slot = round % kTokenStages;
+    token.phase = round / kTokenStages % 2;
     if constexpr (Format::kTokenScale) {
       tokens.wait_full(token);
     }
@@ -629,6 +654,7 @@ __device__ __forceinline__ void compute(const GemmV2Args& args, uint32_t smem, R
     if (!more) break;
     tile = next_tile;
   }
+  if (Format::kStageGroups > 0 && place.group == 0) await_turn(0);  // the last one passed
   // The slab must outlive the copy engine's reads.
   if (place.warp == 0 && place.lane == 0) store_wait_read<0>();
 }

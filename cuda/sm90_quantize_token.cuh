@@ -82,6 +82,14 @@ __device__ __forceinline__ float clamp(float v, float low, float high) {
   return fminf(fmaxf(v, low), high);
 }
 
+// The same with subnormal values as zero, where nothing before it has made them so.
+__device__ __forceinline__ float clamp_flush(float v, float low, float high) {
+  float d;
+  asm("max.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(v), "f"(low));
+  asm("min.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(d), "f"(high));
+  return d;
+}
+
 // 1 / divisor in two floats: v * high + v * low has v / divisor's value to 2^-45, so its rounding to
 // fp32 is that of the correctly rounded quotient wherever a code could change. 0 for a zero divisor.
 struct Quotient {
@@ -334,7 +342,7 @@ struct Int4Codes {
         high(is_unsigned ? 15.0f : 7.0f) {}
 
   __device__ __forceinline__ float operator()(float v) const {
-    return clamp(quotient(clamp(v, -bound, bound)), low, high);
+    return clamp(quotient(clamp_flush(v, -bound, bound)), low, high);
   }
 };
 

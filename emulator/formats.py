@@ -1,0 +1,75 @@
+"""Element formats as tables of their values, and rounding into the 8-bit ones."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+
+def _float_table(bits: int, exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+    codes = np.arange(1 << bits)
+    sign = np.where(codes >> (bits - 1), -1.0, 1.0)
+    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = codes & (1 << mantissa_bits) - 1
+    scale = 2.0**-mantissa_bits
+    normal = (1 + mantissa * scale) * np.exp2(exponent.astype(float) - bias)
+    return sign * np.where(exponent == 0, mantissa * scale * 2.0 ** (1 - bias), normal)
+
+
+@functools.cache
+def table(name: str) -> np.ndarray:
+    """float64 values of all codes of an 8-bit or smaller format."""
+    if name == "e2m1":
+        return _float_table(4, 2, 1, 1)
+    if name == "e4m3":
+        out = _float_table(8, 4, 3, 7)
+        out[[0x7F, 0xFF]] = np.nan
+        return out
+    if name == "ue4m3":
+        return np.abs(table("e4m3"))
+    if name == "e5m2":
+        out = _float_table(8, 5, 2, 15)
+        out[[0x7C, 0xFC]] = [np.inf, -np.inf]
+        out[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+        return out
+    if name == "ue8m0":
+        out = np.exp2(np.arange(256.0) - 127)
+        out[255] = np.nan
+        return out
+    if name == "s8":
+        return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float64)
+    if name == "u8":
+        return np.arange(256.0)
+    raise KeyError(name)
+
+
+def decode(raw: np.ndarray, name: str) -> np.ndarray:
+    """Bytes of rows of elements, (..., bytes) uint8, to float64 (..., elements)."""
+    if name == "bf16":
+        halves = np.ascontiguousarray(raw).view(np.uint16)
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if name == "f16":
+        return np.ascontiguousarray(raw).view(np.float16).astype(np.float64)
+    if name == "e2m1":
+        pair = np.stack([raw & 15, raw >> 4], axis=-1)
+        return table("e2m1")[pair.reshape(*raw.shape[:-1], -1)]
+    return table(name)[raw]
+
+
+def encode_fp8(x: np.ndarray, name: str) -> np.ndarray:
+    """fp32 to e4m3 or e5m2 bytes, to nearest even, saturating to the largest finite value."""
+    values = table(name)[:128]
+    values = values[np.isfinite(values)]
+    mag = np.minimum(np.abs(x.astype(np.float64)), values[-1])
+    upper = np.clip(np.searchsorted(values, mag), 1, len(values) - 1)
+    above, below = values[upper] - mag, mag - values[upper - 1]
+    code = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, upper - 1)
+    code = np.where(np.isnan(x), 0x7F, code | np.where(np.signbit(x), 0x80, 0))
+    return code.astype(np.uint8)
+
+
+def decode_fp8(codes: np.ndarray, name: str) -> np.ndarray:
+    """Low bytes of these to fp16 bits, exact; NaN is 0x7FFF."""
+    values = table(name)[codes & 0xFF]
+    return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))

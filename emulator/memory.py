@@ -1,0 +1,251 @@
+"""Address spaces: global allocations, a CTA's shared memory, kernel parameters.
+
+Generic addresses: shared memory and parameters have windows of their own, the rest is global.
+A shared address is rank << 24 | offset, for the CTA's own memory too, and the first 1 KiB of it
+belongs to the system; both are facts of the hardware that kernels rely on.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+
+from emulator.errors import OutOfBoundsError, ProtocolError, RaceError, UninitializedError
+
+SHARED_WINDOW = 0x7F00_0000_0000
+PARAM_WINDOW = 0x7E00_0000_0000
+PARAM_BASE = 0x210
+SHARED_RESERVED = 1024
+RANK_SHIFT = 24
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+GLOBAL_BASE = 0x7A00_0000_0000
+_GUARD = 4096
+
+U64 = np.uint64
+
+
+class Allocation:
+    """A piece of global memory.
+
+    Attributes:
+      initialized: one flag per byte, None when every byte is.
+      pending: written by a launch that may still be running: no access before griddepcontrol.wait.
+      writer: CTA that wrote each byte in the last launch that wrote any (0 nobody, else CTA + 1).
+      launch: that launch.
+    """
+
+    def __init__(self, base: int, size: int, name: str):
+        self.base = base
+        self.size = size
+        self.name = name
+        padded = (size + 31) // 16 * 16
+        self.data = np.zeros(padded, np.uint8)
+        self.initialized: np.ndarray | None = np.zeros(padded, bool)
+        self.pending = False
+        self.read_only = False
+        self.writer = np.zeros(padded, np.int32)
+        self.launch: object = None
+        self.views = {
+            name: self.data[: padded // size * size].view(name)
+            for name, size in (
+                ("uint8", 1), ("int8", 1), ("uint16", 2), ("int16", 2), ("float16", 2),
+                ("uint32", 4), ("int32", 4), ("float32", 4),
+                ("uint64", 8), ("int64", 8), ("float64", 8),
+            )
+        }  # fmt: skip
+
+    def write_host(self, array: np.ndarray) -> None:
+        raw = np.ascontiguousarray(array).view(np.uint8).ravel()
+        self.data[: raw.size] = raw
+        if self.initialized is not None:
+            self.initialized[: raw.size] = True
+
+
+class GlobalMemory:
+    """Allocations with gaps between them; an access touches exactly one."""
+
+    def __init__(self) -> None:
+        self.bases: list[int] = []
+        self.allocations: list[Allocation] = []
+        self.next = GLOBAL_BASE
+
+    def allocate(self, size: int, name: str, align: int = 256) -> Allocation:
+        base = (self.next + align - 1) // align * align
+        made = Allocation(base, size, name)
+        self.next = base + size + _GUARD
+        self.bases.append(base)
+        self.allocations.append(made)
+        return made
+
+    def find(self, address: int, end: int) -> Allocation:
+        """The allocation that holds address..end."""
+        i = bisect.bisect_right(self.bases, address) - 1
+        if i >= 0:
+            found = self.allocations[i]
+            if end <= found.base + found.size:
+                return found
+            raise OutOfBoundsError(
+                f"global access {address:#x}..{end:#x} ends {end - found.base - found.size} bytes "
+                f"past {found.name} ({found.size} bytes)"
+            )
+        raise OutOfBoundsError(f"global access {address:#x}..{end:#x} is in no allocation")
+
+    def _lanes(self, w: Any, address: np.ndarray, mask: Any, size: int):
+        active = address if mask is None else address[mask]
+        if not active.size:
+            return None
+        lo, hi = int(active.min()), int(active.max())
+        if size > 1 and (active & U64(size - 1)).any():
+            raise OutOfBoundsError(f"misaligned global access of {size} bytes at {lo:#x}")
+        return lo, hi, active
+
+    def load(self, w: Any, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
+        """`count` consecutive elements per lane, an array for each."""
+        item = np.dtype(dtype).itemsize
+        size = item * count
+        lanes = self._lanes(w, address, mask, size)
+        if lanes is None:
+            return [np.zeros(32, dtype)] * count
+        lo, hi, active = lanes
+        try:
+            found = self.find(lo, hi + size)
+        except OutOfBoundsError:
+            for a in active:  # lanes in different allocations, or the culprit
+                self.find(int(a), int(a) + size)
+            return self._load_scattered(w, address, mask, dtype, count)
+        if found.pending and not w.dependency_waited:
+            raise ProtocolError(f"{found.name} is read before griddepcontrol.wait")
+        offset = (address - U64(found.base)).astype(np.int64)
+        if mask is not None:
+            offset = np.where(mask, offset, lo - found.base)
+        if found.initialized is not None:
+            for i in range(size):
+                if not found.initialized[offset + i].all():
+                    raise UninitializedError(f"{found.name} is read where nothing was written")
+        machine = w.cluster.machine
+        if found.launch is machine and machine.options.races:
+            self._check_writers(w, found, found.writer[offset], "reads")
+        index = offset // item
+        view = found.views[np.dtype(dtype).name]
+        return [view[index + i] for i in range(count)]
+
+    def _load_scattered(self, w, address, mask, dtype, count):
+        out = [np.zeros(32, dtype) for _ in range(count)]
+        for lane in range(32):
+            if mask is None or mask[lane]:
+                one = np.zeros(32, bool)
+                one[lane] = True
+                for o, v in zip(out, self.load(w, address, one, dtype, count), strict=True):
+                    o[lane] = v[lane]
+        return out
+
+    def store(self, w: Any, address: np.ndarray, mask: Any, values: tuple) -> None:
+        item = values[0].dtype.itemsize
+        size = item * len(values)
+        lanes = self._lanes(w, address, mask, size)
+        if lanes is None:
+            return
+        lo, hi, active = lanes
+        try:
+            found = self.find(lo, hi + size)
+        except OutOfBoundsError:
+            for a in active:
+                self.find(int(a), int(a) + size)
+            for lane in range(32):
+                if mask is None or mask[lane]:
+                    one = np.zeros(32, bool)
+                    one[lane] = True
+                    self.store(w, address, one, values)
+            return
+        self.check_store(w, found)
+        offset = (active - U64(found.base)).astype(np.int64)
+        if w.cluster.machine.options.races:
+            self._check_writers(w, found, found.writer[offset], "overwrites")
+        view = found.views[values[0].dtype.name]
+        for i, value in enumerate(values):
+            view[offset // item + i] = value if mask is None else value[mask]
+        for i in range(size):
+            found.writer[offset + i] = w.cta.number + 1
+            if found.initialized is not None:
+                found.initialized[offset + i] = True
+
+    @staticmethod
+    def _check_writers(w: Any, found: Allocation, writers: np.ndarray, verb: str) -> None:
+        """Clusters of a launch have no order between them."""
+        size = w.cluster.size
+        foreign = (writers > 0) & ((writers - 1) // size != w.cluster.number)
+        if foreign.any():
+            other = int(writers[foreign][0]) - 1
+            raise RaceError(f"cta {w.cta.number} {verb} what cta {other} wrote of {found.name}")
+
+    def check_box(self, w: Any, found: Allocation, writers: np.ndarray) -> None:
+        """The same for what the copy engine is about to write."""
+        if w.cluster.machine.options.races:
+            self._check_writers(w, found, writers, "overwrites")
+
+    @staticmethod
+    def check_store(w: Any, found: Allocation) -> None:
+        if found.launch is not w.cluster.machine:
+            found.launch = w.cluster.machine
+            found.writer[:] = 0
+        if found.read_only:
+            raise ProtocolError(f"{found.name} is written, but it is an input")
+        if found.pending and not w.dependency_waited:
+            raise ProtocolError(f"{found.name} is written before griddepcontrol.wait")
+
+
+class SharedMemory:
+    """One CTA's shared memory with the flags and shadow clocks of every 4-byte word."""
+
+    def __init__(self, size: int):
+        self.limit = SHARED_RESERVED + size
+        padded = (self.limit + 127) // 128 * 128
+        self.data = np.full(padded, 0xCB, np.uint8)
+        self.words = self.data.view(np.uint32)
+        self.halves = self.data.view(np.uint16)
+        self.written = np.zeros(padded // 4, bool)
+        self.writer = np.zeros(padded // 4, np.int32)  # clock slot of the last write
+        self.clock = np.zeros(padded // 4, np.int32)
+        self.readers: dict[int, np.ndarray] = {}  # clock slot -> clock of its last read
+
+    def where(self, word: int) -> str:
+        return f"at shared offset {4 * word:#x} (dynamic + {4 * word - SHARED_RESERVED})"
+
+    def check(self, offset: int, end: int, what: str) -> None:
+        if offset < SHARED_RESERVED or end > self.limit:
+            raise OutOfBoundsError(
+                f"{what} of shared memory {offset:#x}..{end:#x}; the CTA has "
+                f"{SHARED_RESERVED:#x}..{self.limit:#x}"
+            )
+
+
+class Parameters:
+    """The kernel's parameter bytes at PARAM_BASE."""
+
+    def __init__(self, data: bytes):
+        self.size = len(data)
+        self.data = np.frombuffer(data.ljust((len(data) + 31) // 16 * 16, b"\0"), np.uint8)
+
+    def load(self, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
+        active = address if mask is None else address[mask]
+        if not active.size:
+            return [np.zeros(32, dtype)] * count
+        item = np.dtype(dtype).itemsize
+        first = int(active[0])
+        if first >= PARAM_WINDOW:
+            first -= PARAM_WINDOW
+            address = address - U64(PARAM_WINDOW)
+        offset = first - PARAM_BASE
+        if offset < 0 or offset + item * count > self.size or offset % item:
+            raise OutOfBoundsError(f"parameter access at byte {offset} of {self.size}")
+        view = self.data[offset : offset + item * count].view(dtype)
+        if (active == active[0]).all():
+            return [np.full(32, v) for v in view]
+        out = []
+        for i in range(count):
+            index = np.where(True if mask is None else mask, address, active[0])
+            index = (index - U64(PARAM_BASE)).astype(np.int64) // item + i
+            out.append(self.data[: self.data.size // item * item].view(dtype)[index])
+        return out

@@ -1,0 +1,196 @@
+"""nvcc to PTX, and the launch code to a library that talks to the emulator. Results are cached."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from emulator import ptx
+from emulator.compile import Code
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CUDA = ROOT / "cuda"
+HOST = pathlib.Path(__file__).resolve().parent / "host"
+NVCC = shutil.which("nvcc")
+_FLAGS = ("-std=c++17", "-Wno-deprecated-gpu-targets")
+
+
+def cache_dir() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("W4A4_EMULATOR_CACHE", ROOT / "build" / "emulator"))
+
+
+# kMxfp4Promoted reads the layout of kMxfp4.
+QUANTIZE_V2_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Int4Group64", "Int4Group128")
+
+Edit = tuple[str, str, str]  # file in cuda/, text, replacement
+
+
+@functools.cache
+def _sources_digest(folder: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".cu", ".cuh", ".h", ".cc", ".in"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(*parts: object) -> str:
+    digest = hashlib.sha256(repr(parts).encode())
+    return digest.hexdigest()[:20]
+
+
+def _run(command: Sequence[str | pathlib.Path], cwd: pathlib.Path) -> None:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+def _edited(folder: pathlib.Path, edits: Sequence[Edit]) -> pathlib.Path:
+    """A copy of cuda/ with the edits applied; every text must occur exactly once."""
+    target = folder / "cuda"
+    shutil.copytree(CUDA, target)
+    for name, old, new in edits:
+        path = target / name
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}; expected once")
+        path.write_text(text.replace(old, new))
+    return target
+
+
+def ptx_of(
+    source: str | pathlib.Path,
+    arch: str = "sm_90a",
+    flags: Sequence[str] = (),
+    edits: Sequence[Edit] = (),
+    text: str | None = None,
+) -> str:
+    """PTX of a .cu file.
+
+    Args:
+      source: a name in cuda/, or a path; with `text` the name of a file that does not exist.
+      edits: changes to files of cuda/ before the compilation, for seeded bugs.
+      text: the source itself.
+    """
+    path = pathlib.Path(source)
+    if text is None:
+        text = (path if path.is_absolute() else CUDA / path).read_text()
+    key = _key(_sources_digest(CUDA), path.name, text, arch, tuple(flags), tuple(edits))
+    out = cache_dir() / f"{path.stem}-{key}.ptx"
+    if not out.exists():
+        if NVCC is None:
+            raise RuntimeError("emulator: nvcc is not on PATH")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            include = _edited(folder, edits) if edits else CUDA
+            if edits and not path.is_absolute() and (include / path.name).exists():
+                text = (include / path.name).read_text()
+            (folder / path.name).write_text(text)
+            made = folder / "out.ptx"
+            _run(
+                [NVCC, f"-arch={arch}", *_FLAGS, *flags, f"-I{include}", "-ptx", path.name,
+                 "-o", made],
+                folder,
+            )  # fmt: skip
+            _publish(made, out)
+    return out.read_text()
+
+
+def _publish(made: pathlib.Path, out: pathlib.Path) -> None:
+    temporary = out.with_suffix(f".{os.getpid()}")
+    shutil.copy(made, temporary)
+    temporary.replace(out)
+
+
+def gemm_v2_name(path: str, tile_m: int) -> str:
+    return f"sm90_gemm_v2_{path}_{tile_m}.cu"
+
+
+def quantize_v2_name(path: str) -> str:
+    return f"sm90_quantize_v2_{path}.cu"
+
+
+def source_text(name: str) -> str:
+    """A source of the product: a file of cuda/, or an instance as CMake would write it."""
+    path = CUDA / name
+    if path.exists():
+        return path.read_text()
+    for kind in ("gemm_v2", "quantize_v2"):
+        start = f"sm90_{kind}_"
+        if name.startswith(start):
+            template = (CUDA / f"{start}instance.cu.in").read_text()
+            kernel, _, tile = name[len(start) : -len(".cu")].partition("_")
+            return template.replace("@path@", kernel).replace("@tile_m@", tile)
+    raise FileNotFoundError(name)
+
+
+def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
+    """PTX of one source of the product, see source_text."""
+    return ptx_of(name, edits=edits, text=None if (CUDA / name).exists() else source_text(name))
+
+
+def host_library(instances: Sequence[tuple[str, int]]) -> tuple[pathlib.Path, pathlib.Path]:
+    """The launch code with the fake runtime; of GEMM v2 for these (path, tile_m).
+
+    Returns the library and a folder with the PTX of each source of it.
+    """
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), tuple(instances))
+    out = cache_dir() / f"host-{key}.so"
+    kernels = out.with_suffix("")
+    if out.exists():
+        return out, kernels
+    if NVCC is None:
+        raise RuntimeError("emulator: nvcc is not on PATH")
+    kernels.mkdir(parents=True, exist_ok=True)
+    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
+        names = [f"sm90_{n}.cu" for n in (
+            "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
+        )]  # fmt: skip
+        names += [gemm_v2_name(path, tile) for path, tile in instances]
+        names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
+        for source in names:
+            (folder / source).write_text(source_text(source))
+        for source in HOST.glob("*.cc"):
+            shutil.copy(source, folder)
+            names.append(source.name)
+
+        def build(source: str) -> None:
+            # -keep leaves the PTX beside the object.
+            keep = folder / f"keep-{source}"
+            keep.mkdir()
+            _run(
+                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, f"-I{CUDA}",
+                 f"-I{folder}", "-Xcompiler", "-fPIC", "-keep", "-keep-dir", keep, "-c", source,
+                 "-o", f"{source}.o"],
+                folder,
+            )  # fmt: skip
+            for made in keep.glob("*.ptx"):
+                _publish(made, kernels / made.name)
+            shutil.rmtree(keep)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(build, names))
+        _run(
+            [NVCC, "-shared", "-cudart", "none", "-Xlinker", "-Bsymbolic",
+             *(f"{n}.o" for n in names), "-o", folder / "host.so"],
+            folder,
+        )  # fmt: skip
+        _publish(folder / "host.so", out)
+    return out, kernels
+
+
+@functools.lru_cache(maxsize=64)
+def codes(text: str) -> dict[str, Code]:
+    """Executable kernels of a PTX text, by name."""
+    return {name: Code(kernel) for name, kernel in ptx.parse(text).kernels.items()}

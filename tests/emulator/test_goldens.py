@@ -1,0 +1,44 @@
+"""The emulator gives the bits that an H200 gave (dump_goldens.py writes the file)."""
+
+import functools
+
+import goldens
+import numpy as np
+import probes
+import pytest
+from absl.testing import parameterized
+
+from emulator import Options, product, toolchain
+
+pytestmark = [
+    pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc"),
+    pytest.mark.skipif(not goldens.FILE.exists(), reason="no golden file"),
+]
+HOPPER = Options(numerics="hopper")
+
+
+@functools.cache
+def stored():
+    return dict(np.load(goldens.FILE))
+
+
+class Goldens(parameterized.TestCase):
+    @parameterized.named_parameters((p.name, p) for p in probes.probes())
+    def test_probe(self, probe):
+        got = probes.emulate(probe, HOPPER)
+        np.testing.assert_array_equal(
+            got.view(np.uint32), stored()[f"probe/{probe.name}"].view(np.uint32)
+        )
+
+    @parameterized.named_parameters((str(c), c) for c in goldens.CASES)
+    def test_case(self, case):
+        operands = product.make_operands(case)
+        if str(stored()[f"case/{case}/operands"]) != goldens.digest(operands):
+            self.fail("the operands are not those of the golden file; dump it again")
+        result = product.run(case, HOPPER, operands=operands)
+        for name in goldens.RESULTS:
+            key = f"case/{case}/{name}"
+            if key in stored():
+                got = getattr(result, name)
+                want = stored()[key].reshape(got.shape).view(got.dtype)
+                np.testing.assert_array_equal(got, want, name)

@@ -1,0 +1,311 @@
+"""The machine on hand-written PTX: arithmetic, divergence, barriers, and what is an error."""
+
+import struct
+from fractions import Fraction
+
+import numpy as np
+from absl.testing import parameterized
+
+from emulator import (
+    DeadlockError,
+    Device,
+    EmulationError,
+    Options,
+    RaceError,
+    UnknownOpcodeError,
+    lanes,
+    ptx,
+    tensormap,
+)
+from emulator.compile import Code
+from emulator.errors import OutOfBoundsError, ProtocolError, UninitializedError
+
+HEAD = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 128 .b8 dynamic[];
+.visible .entry kernel(.param .u64 in, .param .u64 out)
+{
+  .reg .pred %p<20>;
+  .reg .b16 %h<20>;
+  .reg .b32 %r<60>;
+  .reg .f32 %f<40>;
+  .reg .b64 %d<20>;
+  ld.param.u64 %d1, [in];
+  ld.param.u64 %d2, [out];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %d3, %r1, 4;
+  add.s64 %d4, %d1, %d3;
+  add.s64 %d5, %d2, %d3;
+"""
+
+
+def code_of(body: str) -> Code:
+    code = Code(ptx.parse(HEAD + body + "\n  ret;\n}\n").kernels["kernel"])
+    assert code.nodes
+    return code
+
+
+def run(body, values=None, threads=32, shared=1024, cluster=1, **options):
+    """Runs the body; every thread has its word of the input at [%d4], of the output at [%d5]."""
+    device = Device(Options(**options))
+    total = threads * cluster
+    values = np.arange(total, dtype=np.uint32) if values is None else values
+    source, out = device.array(values, "in"), device.empty(4 * total, "out")
+    device.launch(
+        code_of(body), (cluster, 1, 1), (threads, 1, 1), struct.pack("<QQ", source.base, out.base),
+        cluster=cluster, dynamic_shared=shared,
+    )  # fmt: skip
+    return out.data[: 4 * total].view(np.uint32).copy()
+
+
+LOAD, STORE = "ld.global.u32 %r2, [%d4];", "st.global.u32 [%d5], %r3;"
+
+
+class Arithmetic(parameterized.TestCase):
+    @parameterized.parameters(
+        ("add.s32 %r3, %r2, -5;", lambda x: x - 5),
+        ("mul.hi.u32 %r3, %r2, %r2;", lambda x: x.astype(np.uint64) ** 2 >> 32),
+        (
+            "cvt.u64.u32 %d6, %r2; shl.b64 %d6, %d6, 32; mul.hi.u64 %d7, %d6, %d6;"
+            "cvt.u32.u64 %r3, %d7;",
+            lambda x: x * x,
+        ),
+        ("mad.lo.s32 %r3, %r2, 7, %r1;", lambda x: x * 7 + np.arange(32)),
+        ("shr.s32 %r3, %r2, 3;", lambda x: x.view(np.int32) >> 3),
+        ("shr.u32 %r3, %r2, 40;", lambda x: x * 0),
+        ("shl.b32 %r3, %r2, %r1;", lambda x: x << np.arange(32, dtype=np.uint32)),
+        ("bfe.u32 %r3, %r2, 4, 8;", lambda x: x >> 4 & 255),
+        ("bfi.b32 %r3, %r2, %r1, 8, 4;", lambda x: np.arange(32) & ~0xF00 | (x & 15) << 8),
+        ("prmt.b32 %r3, %r2, %r1, 0x5410;", lambda x: x & 0xFFFF | np.arange(32) << 16),
+        ("prmt.b32 %r3, %r2, 0, 0x888B;",
+         lambda x: np.where(x >> 31, 0xFF, 0) | np.where(x >> 7 & 1, 0xFFFFFF00, 0)),
+        ("lop3.b32 %r3, %r2, %r1, 15, 0xEA;", lambda x: x & np.arange(32) | 15),
+        ("popc.b32 %r3, %r2;", np.bitwise_count),
+        ("div.s32 %r3, %r2, -7;",
+         lambda x: np.trunc(x.view(np.int32) / -7).astype(np.int64)),
+        ("min.s32 %r3, %r2, 3;", lambda x: np.minimum(x.view(np.int32), 3)),
+        ("setp.lt.s32 %p1, %r2, 0;\n selp.b32 %r3, 1, 2, %p1;", lambda x: np.where(x >> 31, 1, 2)),
+        ("cvt.u16.u32 %h1, %r2;\n cvt.s32.s16 %r3, %h1;", lambda x: x.astype(np.int16)),
+        ("mov.b32 {%h1, %h2}, %r2;\n mov.b32 %r3, {%h2, %h1};", lambda x: x >> 16 | x << 16),
+    )  # fmt: skip
+    def test_integer(self, text, want):
+        x = np.random.default_rng(0).integers(0, 1 << 32, 32, np.uint32)
+        x[:4] = 0, 1, 0x80000000, 0xFFFFFFFF
+        got = run(LOAD + text + STORE, x)
+        np.testing.assert_array_equal(got, np.asarray(want(x)).astype(np.int64).astype(np.uint32))
+
+    def test_fma_rounds_once(self):
+        rng = np.random.default_rng(1)
+        a, b = rng.standard_normal((2, 4096)).astype(np.float32)
+        c = (-a.astype(np.float64) * b * (1 + rng.uniform(-1, 1, 4096) * 2.0**-24)).astype(
+            np.float32
+        )
+        exact = [_fma_reference(*v) for v in zip(a, b, c, strict=True)]
+        got = lanes.fma(a, b, c)
+        np.testing.assert_array_equal(
+            got.view(np.uint32), np.array(exact, np.float32).view(np.uint32)
+        )
+
+    def test_float_modifiers(self):
+        tiny = np.float32(1e-40)
+        a = np.array([np.nan, -1.0, -0.0, tiny], np.float32)
+        b = np.array([2.0, np.nan, 0.0, -tiny], np.float32)
+        want = np.array([2, -1, -0.0], np.float32)
+        np.testing.assert_array_equal(lanes.fmin(a, b)[:3].view(np.uint32), want.view(np.uint32))
+        np.testing.assert_array_equal(lanes.ftz(a).view(np.uint32)[3], 0)
+        got = lanes.minmax(a, b, True, True, True)
+        self.assertTrue(np.isnan(got[:2]).all())
+
+
+def _fma_reference(x, y, z):
+    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+    guess = np.float32(float(exact))
+    best = min(
+        (guess, np.nextafter(guess, np.float32(-np.inf)), np.nextafter(guess, np.float32(np.inf))),
+        key=lambda v: (abs(Fraction(float(v)) - exact), v.view(np.uint32) & 1),
+    )
+    return best
+
+
+class Control(parameterized.TestCase):
+    @parameterized.parameters(*range(4))
+    def test_divergent_loop(self, seed):
+        """Every lane counts to its own number; lanes meet again at the end."""
+        body = """
+          mov.u32 %r3, 0;
+        LOOP:
+          setp.ge.u32 %p1, %r3, %r1;
+          @%p1 bra DONE;
+          add.s32 %r3, %r3, 1;
+          bra LOOP;
+        DONE:
+          bar.warp.sync -1;
+          redux.sync.add.s32 %r4, %r3, -1;
+          add.s32 %r3, %r3, %r4;
+        """
+        got = run(body + STORE, seed=seed)
+        np.testing.assert_array_equal(got, np.arange(32) + 31 * 16)
+
+    def test_shfl_and_vote(self):
+        body = """
+          shfl.sync.bfly.b32 %r3|%p1, %r1, 5, 31, -1;
+          setp.gt.u32 %p2, %r1, 29;
+          vote.sync.ballot.b32 %r4, %p2, -1;
+          add.s32 %r3, %r3, %r4;
+        """
+        got = run(body + STORE)
+        np.testing.assert_array_equal(got, (np.arange(32) ^ 5) + np.uint32(0xC0000000))
+
+    def test_partial_warp_and_exit(self):
+        body = "setp.gt.u32 %p1, %r1, 9; @%p1 bra END; mov.u32 %r3, %r1;" + STORE + "END:"
+        got = run(body, threads=20)
+        np.testing.assert_array_equal(got[:10], np.arange(10))
+        self.assertTrue((got[10:] == 0xFFFFFFFF).all())
+
+
+SHARED = "mov.u32 %r10, dynamic; shl.b32 %r11, %r1, 2; add.s32 %r12, %r10, %r11;"
+INIT = """
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra INITIALISED;
+  mbarrier.init.shared::cta.b64 [%r10+512], 2;
+  fence.mbarrier_init.release.cluster;
+INITIALISED:
+  bar.sync 0;
+"""
+
+
+class Errors(parameterized.TestCase):
+    def test_unknown_opcodes_and_modifiers(self):
+        for text in ("frobnicate.b32 %r3, %r2;", "add.sat.s32 %r3, %r2, %r2;",
+                     "cvt.rs.bf16x2.f32 %r3, %f1, %f2;", "ld.weird.u32 %r3, [%d4];"):  # fmt: skip
+            with self.assertRaises(UnknownOpcodeError):
+                code_of(text)
+
+    def test_out_of_bounds(self):
+        with self.assertRaisesRegex(OutOfBoundsError, r"past in .*\n  at .* line \d+"):
+            run("ld.global.u32 %r2, [%d4+4];")
+        with self.assertRaisesRegex(OutOfBoundsError, "misaligned"):
+            run("ld.global.u64 %d6, [%d4];")
+        with self.assertRaisesRegex(OutOfBoundsError, "the CTA has"):
+            run(SHARED + "st.shared.u32 [%r12+1024], %r1;")
+
+    def test_uninitialized(self):
+        with self.assertRaises(UninitializedError):
+            run(SHARED + "ld.shared.u32 %r3, [%r12];")
+        with self.assertRaises(UninitializedError):
+            run("ld.global.u32 %r3, [%d5];")
+
+    def test_inputs_are_read_only(self):
+        with self.assertRaisesRegex(ProtocolError, "input"):
+            run("st.global.u32 [%d4], %r1;")
+
+    @parameterized.parameters(True, False)
+    def test_race(self, synchronised):
+        """Warp 1 reads what warp 0 wrote."""
+        sync = "bar.sync 0;" if synchronised else ""
+        body = (
+            SHARED
+            + f"""
+          st.shared.u32 [%r12], %r1;
+          {sync}
+          xor.b32 %r13, %r11, 128;
+          add.s32 %r13, %r13, %r10;
+          ld.shared.u32 %r3, [%r13];
+        """
+            + STORE
+        )
+        if synchronised:
+            np.testing.assert_array_equal(run(body, threads=64), np.arange(64) ^ 32)
+        else:
+            with self.assertRaises((RaceError, UninitializedError)):
+                for seed in range(4):
+                    run(body, threads=64, seed=seed)
+
+    def test_deadlock_names_every_warp(self):
+        body = (
+            SHARED
+            + INIT
+            + """
+          setp.lt.u32 %p2, %r1, 32;
+          @%p2 bra SECOND;
+        FIRST:
+          mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r10+512], 0;
+          @!%p3 bra FIRST;
+        SECOND:
+          bar.sync 1, 64;
+        """
+        )
+        with self.assertRaises(DeadlockError) as caught:
+            run(body, threads=64)
+        text = str(caught.exception)
+        self.assertRegex(text, r"warp 0 line \d+: bar.sync 1, 64 waits for barrier 1: 32 of 64")
+        self.assertRegex(
+            text, r"warp 1 line \d+: mbarrier.try_wait.* waits for parity 0 of mbarrier"
+        )
+        self.assertRegex(text, "phase 0, 2 of 2 arrivals")
+
+    def test_barrier_misuse(self):
+        arrive = "mbarrier.arrive.shared::cta.b64 _, [%r10+512];"
+        with self.assertRaisesRegex(ProtocolError, "no mbarrier at"):
+            run(SHARED + arrive)
+        with self.assertRaisesRegex(RaceError, "initialisation"):
+            for seed in range(8):
+                run(SHARED + INIT.replace("bar.sync 0;", "setp.lt.u32 %p4, %r1, 32; @%p4 bra END;")
+                    + arrive + "END:", threads=64, seed=seed)  # fmt: skip
+        with self.assertRaisesRegex(ProtocolError, "named barrier 17"):
+            run("bar.sync 17, 32;")
+        with self.assertRaisesRegex(ProtocolError, "waited for by"):
+            run("and.b32 %r3, %r1, 32; add.s32 %r3, %r3, 64; bar.sync 1, %r3;", threads=64)
+
+    def test_phases(self):
+        """32 arrivals on a barrier of two make 16 phases."""
+        body = SHARED + INIT + """
+          mbarrier.arrive.shared::cta.b64 _, [%r10+512];
+        WAIT:
+          mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r10+512], 1;
+          @!%p3 bra WAIT;
+          mov.u32 %r3, 7;
+        """ + STORE  # fmt: skip
+        np.testing.assert_array_equal(run(body), np.full(32, 7))
+
+    def test_cluster_barrier_and_peer_memory(self):
+        body = SHARED + """
+          mov.u32 %r20, %cluster_ctarank;
+          mad.lo.s32 %r21, %r20, 100, %r1;
+          st.shared.u32 [%r12], %r21;
+          barrier.cluster.arrive.release.aligned;
+          barrier.cluster.wait.acquire.aligned;
+          xor.b32 %r22, %r20, 1;
+          mapa.shared::cluster.u32 %r23, %r12, %r22;
+          ld.shared::cluster.u32 %r3, [%r23];
+          mov.u32 %r24, %ctaid.x;
+          mul.wide.u32 %d6, %r24, 128;
+          add.s64 %d5, %d5, %d6;
+        """ + STORE  # fmt: skip
+        end = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+        got = run(body + end, cluster=2)
+        np.testing.assert_array_equal(got, np.r_[100 + np.arange(32), np.arange(32)])
+        with self.assertRaisesRegex(EmulationError, "has exited"):
+            for seed in range(8):
+                run(body, cluster=2, seed=seed)
+
+
+class TensorMaps(parameterized.TestCase):
+    GOOD = dict(data_type=0, address=4096, dims=[64, 8], strides=[64], box=[32, 4],
+                element_strides=[1, 1], swizzle=0)  # fmt: skip
+
+    def test_round_trip(self):
+        found = tensormap.decode(tensormap.encode(**self.GOOD))
+        self.assertEqual(found.dims, (64, 8))
+        self.assertEqual(found.box, (32, 4))
+        self.assertEqual(found.box_bytes, 128)
+
+    @parameterized.parameters(
+        {"address": 4104}, {"box": [257, 4]}, {"strides": [72]}, {"box": [8, 4]},
+        {"swizzle": 1, "box": [64, 4]}, {"dims": [0, 8]}, {"interleave": 1},
+    )  # fmt: skip
+    def test_refused(self, **change):
+        with self.assertRaises(tensormap.Refused):
+            tensormap.encode(**{**self.GOOD, **change})

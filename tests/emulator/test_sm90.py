@@ -1,0 +1,256 @@
+"""The product's sm_90a kernels in the emulator: every cell of the result, several schedules."""
+
+import dataclasses
+import itertools
+
+import model
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from emulator import Options, product, toolchain
+from emulator.product import Case
+from emulator.scheduler import POLICIES
+
+pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
+
+# (M, N, K): a tail of each against the tile of 64 x 128 and stages of 64 or 128.
+SHAPES = ((1, 8, 32), (70, 264, 416), (64, 128, 128), (65, 77, 96), (130, 392, 288))
+
+
+PATHS = (
+    Case("mxfp4"),
+    Case("mxfp4", precision="highest", promote_k=256),
+    Case("nvfp4"),
+    Case("nvfp4", precision="fastest"),
+    Case("int4"),
+    Case("int4", block=64),
+    Case("int4", block=128, scale_dtype="float32"),
+)
+
+
+def cases():
+    """Paths x ranks x clusters over shapes, tile counts and options in turn."""
+    grid = itertools.product(PATHS, (0, 48, 160), (1, 2))
+    for i, (case, rank, cluster) in enumerate(grid):
+        m, n, k = SHAPES[i % len(SHAPES)]
+        yield dataclasses.replace(
+            case,
+            m=m,
+            n=n,
+            k=k,
+            rank=rank,
+            cluster=cluster,
+            clusters=(1, 2, 64)[i % 3],
+            stages=(None, 2, 3)[i // 2 % 3],
+            group_m=(None, 1)[i % 2],
+            affine=i % 4 != 0,
+            global_scale=case.format == "nvfp4" or i % 3 == 0,
+            act_unsigned=case.format == "int4" and i % 2 == 0,
+            # Rounded operands have seven bits more.
+            exact=i % 3 == 0 and case.precision != "fastest",
+            seed=i,
+        )
+
+
+def stage_cases(stages=3):
+    """K blocks against stages of the ring, and tiles per CTA, where warpgroups take turns and
+    scales are loaded stages ahead."""
+    grid = itertools.product(PATHS, (1, stages - 1, stages, stages + 1), (1, 3))
+    for i, (case, blocks, tiles) in enumerate(grid):
+        yield dataclasses.replace(
+            case,
+            m=64 * tiles - 7,
+            n=77 if i % 3 else 136,
+            k=case.path.tile_k * blocks - (0, 24)[i % 2],
+            rank=(0, 48)[i // 2 % 2],
+            cluster=1 + i // 3 % 2,
+            clusters=1,
+            stages=stages,
+            seed=i,
+        )
+
+
+def named(all_cases):
+    return [(str(case).replace(" ", "_"), case) for case in all_cases]
+
+
+def run(case, policy, seed, **options):
+    operands = product.make_operands(case)
+    result = product.run(case, Options(policy=policy, seed=seed, **options), operands=operands)
+    product.check(case, operands, result)
+    return operands, result
+
+
+class Gemm(parameterized.TestCase):
+    @parameterized.named_parameters(named(cases()))
+    def test_cells(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+    @parameterized.named_parameters(named(stage_cases()))
+    def test_stages(self, case):
+        run(case, POLICIES[(case.seed + 1) % 4], case.seed)
+
+    @parameterized.parameters(*POLICIES)
+    def test_schedules_agree(self, policy):
+        case = Case("mxfp4", 130, 264, 288, 32, cluster=2, clusters=1)
+        bits = [run(case, policy, seed)[1].y for seed in range(2)]
+        np.testing.assert_array_equal(bits[0], bits[1])
+
+    @parameterized.product(tiles=(1, 2, 3, 4, 5), cluster=(1, 2))
+    def test_tile_counts(self, tiles, cluster):
+        """1, 2, and one below, equal to and above the number of clusters."""
+        case = Case("mxfp4", 64 * tiles - 3, 96 * cluster, 160, 32, cluster=cluster, clusters=4)
+        run(case, "random", tiles)
+
+
+@pytest.mark.slow
+class Schedules(parameterized.TestCase):
+    @parameterized.named_parameters(named([*cases(), *stage_cases()]))
+    def test_policies_and_seeds(self, case):
+        for policy, seed in itertools.product(POLICIES, range(5)):
+            run(case, policy, seed)
+
+
+class GemmV1(parameterized.TestCase):
+    @parameterized.parameters(("nvfp4", 32, 0), ("mxfp4", 64, 16), ("int4", 128, 40))
+    def test_cells(self, format, tile_m, rank):
+        case = Case(format, 45, 136, 160, rank, kernel="sm90_v1", tile_m=tile_m, seed=rank)
+        run(case, "random", 0)
+
+
+KINDS = ("", "zero", "negative zero", "tiny", "subnormal", "huge", "ties", "infinite", "NaN")
+
+
+def awkward(case, nan=True):
+    """Operands with an x whose rows have all that a quantizer may stumble over."""
+    rng = np.random.default_rng(case.seed)
+    x = rng.standard_normal((case.m, case.k))
+    x *= np.exp2(rng.integers(-12, 13, (case.m, case.k // 8))).repeat(8, 1)
+    for row in range(case.m):
+        kind = KINDS[row % (len(KINDS) - (not nan))]
+        if kind == "zero":
+            x[row] = 0
+        elif kind == "negative zero":
+            x[row] = -np.abs(x[row])
+            x[row, ::3] = -0.0
+        elif kind == "tiny":
+            x[row] *= 2.0**-126
+        elif kind == "subnormal":
+            x[row] *= 2.0**-128 / np.abs(x[row]).max()
+        elif kind == "huge":
+            x[row] *= 8 if case.x_dtype == "float16" else 2.0**110
+        elif kind == "ties":
+            x[row] = rng.choice([0.25, 0.75, -1.25, 1.75, -2.5, 3.5, 5, 6, -7, 7.5, 15], case.k)
+        elif kind:
+            x[row, rng.integers(case.k)] = np.inf if kind == "infinite" else np.nan
+    operands = product.make_operands(case)
+    x = x.astype(np.float32)
+    if case.x_dtype == "bfloat16":
+        bits = product.bf16(np.where(np.isfinite(x), x, 0))
+        bits[np.isinf(x)] = 0x7F80
+        bits[np.isnan(x)] = 0x7FC0
+        operands["x"] = bits
+    else:
+        operands["x"] = x.astype(case.x_dtype)
+    return operands
+
+
+def quantized(case, operands):
+    """What tests/model.py makes of x: packed bytes, scales, LoRA-down."""
+    w = model.Operands(
+        operands["weight"], operands["weight_scale"].view(model.dtype_of(case.scales)),
+        case.format, case.k, act_global_scale=operands.get("act_global_scale"),
+        smooth=operands.get("smooth"), act_rule=case.rule, act_unsigned=case.act_unsigned,
+        block_size=None if case.blocks == 1 else case.k_pad // case.blocks,
+    )  # fmt: skip
+    if case.rank:
+        w.lora_down = product.from_bf16(operands["lora_down"])
+    with np.errstate(all="ignore"):
+        return model.quantize_activation(product.from_bits(operands["x"], case.x_dtype), w)
+
+
+def folded(case, packed, scales):
+    """The values of the gemm's own layout: mxfp4 drops blocks 26 binades below the largest."""
+    if case.path.name == "Nvfp4Rounded":
+        return model.rounded_nvfp4(packed, scales)
+    values = model.decode(packed, scales, case.format, case.act_unsigned)
+    if case.format == "mxfp4":
+        byte = scales.view(np.uint8).astype(int)
+        far = byte < byte.max(axis=1, keepdims=True) - 26
+        values = np.where(np.repeat(far, 32, axis=1), 0.0, values)
+    return values
+
+
+# x as it is, normalized, and of another dtype.
+SOURCES = (
+    {"smooth": False},
+    {"global_scale": True},
+    {"x_dtype": "float16"},
+    {"x_dtype": "float32", "smooth": False, "rule": "floor"},
+)
+
+
+def quantizer_cases():
+    """Paths x sources, with K that leaves warps and pieces without work."""
+    for i, (case, source) in enumerate(itertools.product(PATHS, SOURCES)):
+        if case.precision == "highest":
+            continue  # the quantizer of mxfp4
+        k = (72, 1032, 40, 520)[i % 4]
+        case = dataclasses.replace(case, **source)
+        yield dataclasses.replace(case, m=11, n=24, k=k, fused=True, act_unsigned=i % 3 == 0, seed=i)
+
+
+class Quantizers(parameterized.TestCase):
+    """Of the gemm's layout and of the public one, and the repack, against tests/model.py."""
+
+    def fused(self, case):
+        operands = awkward(case)
+        result = product.run(case, Options(seed=case.seed), operands=operands)
+        packed, scales, _ = quantized(case, operands)
+        with np.errstate(all="ignore"):
+            want = folded(case, packed, scales)
+            got = product.private_activation(case, result.act, result.token_scale)
+        # A NaN spoils its block, or its token where that has one scale.
+        bad = np.isnan(want)
+        self.assertTrue(np.isnan(got[bad]).all())
+        rows = ~bad.any(axis=1)
+        np.testing.assert_array_equal(got[rows], want[rows])
+
+    @parameterized.named_parameters(named(quantizer_cases()))
+    def test_fused(self, case):
+        self.fused(case)
+
+    @parameterized.named_parameters(named(quantizer_cases()))
+    def test_public(self, case):
+        operands = awkward(case)
+        packed, scales = product.quantize_public(case, Options(seed=case.seed), operands)
+        want = quantized(case, operands)
+        np.testing.assert_array_equal(scales, want[1].view(scales.dtype))
+        np.testing.assert_array_equal(packed, want[0])
+
+    @pytest.mark.slow
+    @parameterized.product(path=range(7), k=(2056, 4104, 8200, 16392), source=SOURCES)
+    def test_long(self, path, k, source):
+        case = dataclasses.replace(PATHS[path], m=10, n=8, k=k, fused=True, seed=k, **source)
+        self.fused(case)
+
+    @parameterized.parameters(
+        (16, 1, 40), (48, 2, 416), (64, 4, 264), (80, 8, 1032), (128, 1, 136), (160, 2, 520),
+        (256, 4, 264),
+    )  # fmt: skip
+    def test_down(self, rank, cluster, k):
+        case = Case("mxfp4", (70, 73, 1)[rank % 3], 24, k, rank, fused=True, down_cluster=cluster)
+        operands, result = run(case, POLICIES[rank // 16 % 4], rank)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+    @parameterized.named_parameters(named(PATHS))
+    def test_repack(self, case):
+        case = dataclasses.replace(case, n=40, k=416, global_scale=True)
+        operands, result = run(case, "random", 0)
+        scales = operands["act_scale"].view(model.dtype_of(case.scales))
+        want = folded(case, operands["packed"], scales)
+        got = product.private_activation(case, result.act, result.token_scale)
+        np.testing.assert_array_equal(got, want)
