@@ -298,7 +298,7 @@ MUTANTS = (
        "ProtocolError",
        (DOWN, "  // Peers read this CTA's partial sums until they are through.\n  cluster_sync();\n",
         ""), **_DOWN),
-    _m("stage of LoRA-down released under its MMAs", "protocol", 
+    _m("stage of LoRA-down released under its MMAs", "protocol",
        dataclasses.replace(FUSED, k=1352, down_cluster=1), "RaceError ProtocolError",
        (DOWN, "    wgmma_wait<1>();\n    ring.release<1>(previous, lane, step > 0);",
         "    wgmma_wait<1>();\n    ring.release<1>(stage.slot, lane);"), **_DOWN),
