@@ -20,7 +20,7 @@ from emulator.scheduler import POLICIES
 KERNELS = {
     "sm90_gemm_v1": "the plain gemm",
     "sm90_gemm_v2": "repack of packed codes, then the gemm",
-    "sm90_quantize_v2": "the fused mxfp4 quantizer, then the gemm",
+    "sm90_quantize_v2": "the quantizer from x, LoRA-down before it, then the gemm",
 }
 
 
@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("--kernel", choices=KERNELS, default="sm90_gemm_v2")
     p.add_argument("--format", choices=("mxfp4", "nvfp4", "int4"), default="mxfp4")
+    p.add_argument("--precision", choices=("fastest", "highest"))
+    p.add_argument("--block", type=int, default=0, help="of int4: 64, 128; 0: all of K")
     p.add_argument("--shape", default="70x416x264", help="MxKxN")
     p.add_argument("--rank", type=int, default=0)
     p.add_argument("--cluster", type=int, default=1, choices=(1, 2), help="CTAs per cluster")
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     m, k, n = (int(side) for side in args.shape.split("x"))
     case = product.Case(
-        args.format, m, n, k, args.rank, cluster=args.cluster, clusters=args.clusters,
+        args.format, m, n, k, args.rank, args.precision, args.block,
+        cluster=args.cluster, clusters=args.clusters,
         stages=args.stages, exact=args.exact, fused=args.kernel == "sm90_quantize_v2",
         kernel="sm90_v1" if args.kernel == "sm90_gemm_v1" else "sm90_v2",
     )  # fmt: skip

@@ -546,7 +546,9 @@ def _cvt_packed(e: Emitter, ins: Instr, to: str, source: str, mode: str) -> None
     """Two fp32 to a pair; the first source is the high half. Or two fp8 to two fp16."""
     if to == "f16x2" and source in ("e4m3x2", "e5m2x2"):
         pair = e.src(ins.ops[1], "u16")
-        lo, hi = (f"decode_fp8({half}, '{source[:-2]}')" for half in (pair, f"({pair} >> uint16(8))"))
+        lo, hi = (
+            f"decode_fp8({half}, '{source[:-2]}')" for half in (pair, f"({pair} >> uint16(8))")
+        )
         e.dst(ins.ops[0], f"pack16({lo}, {hi})", "uint32")
         return
     if source != "f32" or len(ins.ops) != 3:

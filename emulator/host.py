@@ -115,6 +115,7 @@ class Host:
                 bytes(raw),
                 cluster=info.cluster,
                 dynamic_shared=info.smem_bytes,
+                dependent=bool(info.dependent),
             )
             return 0
         except BaseException as error:

@@ -101,8 +101,23 @@ class CTA:
                 if op.touches(self):
                     raise ProtocolError(f"{self.name} exits while {op.name} is in flight")
             self.exited = True
+            self._check_exit()
             if self.tmem is not None:
                 self.tmem.check_exit()
+
+    def _check_exit(self) -> None:
+        machine = self.cluster.machine
+        if machine.dependent and not any(w.dependency_waited for w in self.warps):
+            raise ProtocolError(
+                f"{self.name} of a dependent launch exits without griddepcontrol.wait: what waits "
+                "for this launch would not wait for the one before it"
+            )
+        for number, barrier in self.barriers.items():
+            if barrier.arrived and machine.options.strict_exit:
+                raise ProtocolError(
+                    f"{self.name} exits with {barrier.arrived} of {barrier.expected} threads at "
+                    f"barrier {number}"
+                )
 
 
 class Cluster:
@@ -186,7 +201,9 @@ class Machine:
         dynamic_shared: int,
         parameters: bytes,
         options: Options,
+        dependent: bool = False,
     ):
+        self.dependent = dependent
         self.memory = device.memory
         self.code = code
         self.grid, self.block, self.cluster = grid, block, cluster
@@ -298,9 +315,18 @@ class Device:
         cluster: int = 1,
         dynamic_shared: int = 0,
         options: Options | None = None,
+        dependent: bool = False,
     ) -> LaunchRecord:
         machine = Machine(
-            self, code, grid, block, cluster, dynamic_shared, parameters, options or self.options
+            self,
+            code,
+            grid,
+            block,
+            cluster,
+            dynamic_shared,
+            parameters,
+            options or self.options,
+            dependent,
         )
         start = time.perf_counter()
         executed = machine.run()

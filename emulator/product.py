@@ -20,7 +20,6 @@ SCALE_DTYPES = {"mxfp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn", "int4": "fl
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")  # by C++ code
 FORMATS = ("nvfp4", "mxfp4", "int4")
 RULES = ("rceil", "floor")
-INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +221,7 @@ class Tokens(ctypes.Structure):
 
 @functools.cache
 def host() -> Host:
-    return Host(*toolchain.host_library(INSTANCES))
+    return Host(*toolchain.host_library())
 
 
 @contextlib.contextmanager

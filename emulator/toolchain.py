@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from emulator import ptx
 from emulator.compile import Code
+from jax_w4a4 import plan
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUDA = ROOT / "cuda"
@@ -28,6 +29,9 @@ def cache_dir() -> pathlib.Path:
 
 # kMxfp4Promoted reads the layout of kMxfp4.
 QUANTIZE_V2_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Int4Group64", "Int4Group128")
+
+# (path, tile_m) of GEMM v2 that the launch code can launch here.
+INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
 
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
@@ -134,15 +138,19 @@ def source_text(name: str) -> str:
 
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
     """PTX of one source of the product, see source_text."""
+    kept = host_library()[1] / f"{pathlib.Path(name).stem}.ptx"
+    if not edits and kept.exists():
+        return kept.read_text()
     return ptx_of(name, edits=edits, text=None if (CUDA / name).exists() else source_text(name))
 
 
-def host_library(instances: Sequence[tuple[str, int]]) -> tuple[pathlib.Path, pathlib.Path]:
-    """The launch code with the fake runtime; of GEMM v2 for these (path, tile_m).
+@functools.cache
+def host_library() -> tuple[pathlib.Path, pathlib.Path]:
+    """The launch code with the fake runtime.
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), tuple(instances))
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES)
     out = cache_dir() / f"host-{key}.so"
     kernels = out.with_suffix("")
     if out.exists():
@@ -150,14 +158,14 @@ def host_library(instances: Sequence[tuple[str, int]]) -> tuple[pathlib.Path, pa
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
     kernels.mkdir(parents=True, exist_ok=True)
-    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
+    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in INSTANCES)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
         names = [f"sm90_{n}.cu" for n in (
             "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
         )]  # fmt: skip
-        names += [gemm_v2_name(path, tile) for path, tile in instances]
+        names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
         names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
         for source in names:
             (folder / source).write_text(source_text(source))

@@ -29,7 +29,6 @@ NVFP4 = Case("nvfp4", 70, 136, 208, 32, clusters=1, exact=True)
 INT4 = Case("int4", 70, 136, 288, 0, clusters=1, exact=True)
 ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
 GROUPS = Case("int4", 70, 136, 320, 48, block=64, clusters=1, stages=2)
-GROUPS128 = dataclasses.replace(GROUPS, block=128, scale_dtype="float32")
 PROMOTED = Case("mxfp4", 70, 136, 544, 48, precision="highest", promote_k=256, clusters=1, stages=2)
 FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 
@@ -188,7 +187,7 @@ MUTANTS = (
        (GEMM, "if (n + 1 < args.n) out[1]", "out[1]")),
     _m("both CTAs of a pair take the same rows", "cells", PAIR, "cells RaceError",
        (GEMM, "n * cluster_n + rank * kTileN};", "n * cluster_n};")),
-    _m("a tile computed twice", "cells", dataclasses.replace(MANY, clusters=2), "RaceError",
+    _m("a tile computed twice", "cells", dataclasses.replace(MANY, clusters=2), "RaceError cells",
        (GEMM, "  return {(first_m + rest - n * height) * tile_m, n * cluster_n + rank * kTileN};",
         "  return {(first_m + (rest - n * height) / 2) * tile_m, n * cluster_n + rank * kTileN};")),
     # ---- descriptors and fragments ----
@@ -253,11 +252,11 @@ MUTANTS = (
     _m("a turn too many at the end", "protocol", GROUPS, "DeadlockError",
        (GEMM, "  if (Format::kStageGroups > 0 && place.group == 0) await_turn(0);",
         "  if (Format::kStageGroups > 0) await_turn(place.group);")),
+    _m("last turn not taken", "protocol", GROUPS, "ProtocolError",
+       (GEMM, "  if (Format::kStageGroups > 0 && place.group == 0) await_turn(0);", "")),
     _m("sums of a group before its MMAs", "protocol", GROUPS, "ProtocolError",
        (GEMM, "      wgmma_wait<0>();\n      pin(acc);\n#pragma unroll\n      for (int j",
         "      pin(acc);\n#pragma unroll\n      for (int j")),
-    _m("four MMAs in flight on two fragments", "protocol", GROUPS128, "ProtocolError RaceError",
-       (GEMM, "if (i + 1 < kSteps) wgmma_wait<1>();", "")),
     _m("slot released under a group's token scales", "protocol", GROUPS, "RaceError",
        (GEMM, "      const uint32_t tokens = slot + args.off_token + g * kTileM * 4 + q * 8;\n"
         "      wgmma_wait<0>();\n      pin(acc);",
@@ -285,6 +284,8 @@ MUTANTS = (
     _m("two tokens on one barrier", "protocol", FUSED,
        "RaceError UninitializedError ProtocolError DeadlockError",
        (QUANT, "slots[local], 1 + local};", "slots[local], 1};"), **_QUANT),
+    _m("quantizer does not answer for LoRA-down", "protocol", FUSED, "ProtocolError",
+       (QUANT, "  if (args.wait) grid_dependency_wait();\n", ""), **_QUANT),
     _m("x past the last piece", "arithmetic", FUSED, "OutOfBoundsError",
        (TOKEN, "    if (c < chunks) {", "    if (c <= chunks) {"), **_QUANT),
     _m("partial sums before the ring is empty", "protocol", FUSED, "RaceError",
@@ -297,7 +298,8 @@ MUTANTS = (
        "ProtocolError",
        (DOWN, "  // Peers read this CTA's partial sums until they are through.\n  cluster_sync();\n",
         ""), **_DOWN),
-    _m("stage of LoRA-down released under its MMAs", "protocol", FUSED, "RaceError ProtocolError",
+    _m("stage of LoRA-down released under its MMAs", "protocol",
+       dataclasses.replace(FUSED, k=1352, down_cluster=1), "RaceError ProtocolError",
        (DOWN, "    wgmma_wait<1>();\n    ring.release<1>(previous, lane, step > 0);",
         "    wgmma_wait<1>();\n    ring.release<1>(stage.slot, lane);"), **_DOWN),
     _m("LoRA-down expects one box", "protocol", FUSED,
