@@ -528,8 +528,21 @@ def _cvt(e: Emitter, ins: Instr) -> None:
 _PACKED = {"bf16x2", "f16x2", "e2m1x2", "e4m3x2", "e5m2x2", "ue8m0x2"}
 
 
+_UNPACKS = {
+    ("f16x2", "e2m1x2"),
+    ("f16x2", "e4m3x2"),
+    ("f16x2", "e5m2x2"),
+    ("bf16x2", "ue8m0x2"),
+}
+
+
 def _cvt_packed(e: Emitter, ins: Instr, to: str, source: str, mode: str) -> None:
-    """Two fp32 to a pair; the first source is the high half."""
+    """Two fp32 to a pair, first source high; or a pair of small floats to 16 bits."""
+    if (to, source) in _UNPACKS and len(ins.ops) == 2:
+        width = "b8" if source == "e2m1x2" else "b16"
+        x = e.src(ins.ops[1], width)
+        e.dst(ins.ops[0], f"unpack_pair({x}, '{source[:-2]}', '{to[:-2]}')", "uint32")
+        return
     if source != "f32" or len(ins.ops) != 3:
         raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")
     hi, lo = (e.src(op, "f32") for op in ins.ops[1:])

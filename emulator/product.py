@@ -233,13 +233,13 @@ def run(
     *,
     kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
-    attrs: Mapping[str, Callable[[int], int]] | None = None,
+    changes: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Result:
     """Quantizer or repack, then the gemm as a dependent launch.
 
     Args:
       kernels: driver with other kernels than the product's.
-      attrs: changes to attributes of the plan, for seeded bugs of the account.
+      changes: to attributes of the plan, for seeded bugs of the account.
     """
     driver = kernels or host()
     if not driver.kernels:
@@ -249,8 +249,9 @@ def run(
     device = driver.device = Device(options)
     driver.set_clusters(case.clusters)
     buffers = {name: device.array(value, name) for name, value in values.items()}
-    changed = attrs or {}
-    attrs = {k: changed[k](v) if k in changed else v for k, v in found.ffi_attrs().items()}
+    attrs = found.ffi_attrs()
+    for name, change in (changes or {}).items():
+        attrs[name] = change(attrs[name])
 
     def address(name: str) -> int | None:
         return buffers[name].base if name in buffers else None
@@ -266,7 +267,9 @@ def run(
         "y": device.empty(case.m * case.n * 2, "y"),
     }
     # The ring copies whole tiles; what it reads past M is never used.
-    made["token_scale"].initialized[4 * case.m :] = True
+    initialized = made["token_scale"].initialized
+    assert initialized is not None
+    initialized[4 * case.m :] = True
     weight = WeightRows(
         address("weight_scale"),
         address("weight_global_scale"),

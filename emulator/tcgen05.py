@@ -377,7 +377,10 @@ def _alloc(ins: Instr) -> Node:
                 g.block(
                     lambda: (
                         rank in state.done
-                        or (len(state.arrived) == len(ctas) and memories[0].free_places(columns))
+                        or (
+                            len(state.arrived) == len(ctas)
+                            and bool(memories[0].free_places(columns))
+                        )
                     ),
                     what if places else f"{what}, none are free",
                 )
