@@ -119,13 +119,18 @@ def gemm_v2_name(path: str, tile_m: int) -> str:
 QUANTIZE_FLAGS = ("--ftz=true",)  # as in CMakeLists.txt
 
 
+def arch_of(name: str) -> str:
+    """The architecture that a source of cuda/ is written for; its name begins with it."""
+    return "sm_100a" if name.startswith("sm100") else "sm_90a"
+
+
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
     """PTX of one source of the product: a file of cuda/ or a gemm_v2 instance."""
     if name.startswith("sm90_gemm_v2_"):
         path, tile = name[len("sm90_gemm_v2_") : -len(".cu")].rsplit("_", 1)
         return ptx_of(name, edits=edits, text=gemm_v2_source(path, int(tile)))
     flags = QUANTIZE_FLAGS if name == "sm90_quantize_v2.cu" else ()
-    return ptx_of(name, flags=flags, edits=edits)
+    return ptx_of(name, arch_of(name), flags, edits)
 
 
 def host_library(instances: Sequence[tuple[str, int]]) -> pathlib.Path:
@@ -151,9 +156,10 @@ def host_library(instances: Sequence[tuple[str, int]]) -> pathlib.Path:
         objects = []
         for source in sources:
             made = folder / (source.name + ".o")
+            virtual = arch_of(source.name).replace("sm", "compute")
             flags = QUANTIZE_FLAGS if source.name == "sm90_quantize_v2.cu" else ()
             _run(
-                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, *flags,
+                [NVCC, "-gencode", f"arch={virtual},code={virtual}", *_FLAGS, *flags,
                  f"-I{CUDA}", f"-I{folder}", "-Xcompiler", "-fPIC", "-c", source, "-o", made],
                 folder,
             )  # fmt: skip
