@@ -364,6 +364,65 @@ class Errors(parameterized.TestCase):
                 run(body, cluster=2, seed=seed)
 
 
+TMEM = (
+    SHARED
+    + """
+  .reg .b32 %t<8>;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;
+  ld.shared.u32 %t0, [%r10];
+  add.s32 %t1, %r1, 1000;
+  tcgen05.st.sync.aligned.32x32b.x2.b32 [%t0+3], {%r1, %t1};
+  WAIT_ST
+  tcgen05.ld.sync.aligned.32x32b.x2.b32 {%t2, %t3}, [%t0+3];
+  WAIT_LD
+  add.s32 %r3, %t2, %t3;
+  FREE
+"""
+)
+TMEM_PARTS = {
+    "WAIT_ST": "tcgen05.wait::st.sync.aligned;",
+    "WAIT_LD": "tcgen05.wait::ld.sync.aligned;",
+    "FREE": "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t0, 64;",
+}
+
+
+class TensorMemory(parameterized.TestCase):
+    def run_without(self, missing="", **options):
+        text = TMEM
+        for name, part in TMEM_PARTS.items():
+            text = text.replace(name, "" if name == missing else part)
+        return run(text + STORE, **options)
+
+    def test_round_trip(self):
+        for seed in range(4):
+            got = self.run_without(seed=seed, policy=("random", "late")[seed % 2])
+            np.testing.assert_array_equal(got, 1000 + 2 * np.arange(32))
+
+    def test_base_varies(self):
+        body = (
+            SHARED
+            + """
+          .reg .b32 %t<8>;
+          tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;
+          ld.shared.u32 %r3, [%r10];
+          tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 64;
+        """
+            + STORE
+        )
+        bases = {int(run(body, seed=seed)[0]) for seed in range(12)}
+        self.assertGreater(len(bases), 2)
+        self.assertLessEqual(bases, set(range(0, 512, 64)))
+
+    @parameterized.parameters(
+        ("WAIT_ST", (RaceError, UninitializedError)),
+        ("WAIT_LD", ProtocolError),
+        ("FREE", ProtocolError),
+    )
+    def test_what_must_not_be_missing(self, missing, error):
+        with self.assertRaises(error):
+            self.run_without(missing)
+
+
 class TensorMaps(parameterized.TestCase):
     GOOD = dict(data_type=0, address=4096, dims=[64, 8], strides=[64], box=[32, 4],
                 element_strides=[1, 1], swizzle=0)  # fmt: skip
