@@ -225,6 +225,7 @@ class Result:
     written: np.ndarray  # per byte of y: the CTA that wrote it, or 0
     instructions: int
     seconds: float
+    grid: int = 0  # CTAs of the gemm
 
 
 def run(
@@ -247,7 +248,7 @@ def run(
     found = plan_of(case)
     values = operands or make_operands(case)
     device = driver.device = Device(options)
-    driver.set_clusters(case.clusters)
+    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry.cc
     buffers = {name: device.array(value, name) for name, value in values.items()}
     attrs = found.ffi_attrs()
     for name, change in (changes or {}).items():
@@ -302,6 +303,7 @@ def run(
             {"rceil": 0, "floor": 1}[case.rule],
             case.quantizer_cluster or attrs["q_cluster"],
             attrs["q_stages"],
+            case.clusters,
         )
     else:
         driver.call(
@@ -355,6 +357,7 @@ def run(
         found.group_m,
         smem,
         1,
+        case.clusters,
     )
 
     def bits(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -370,6 +373,7 @@ def run(
         made["y"].writer[: case.m * case.n * 2].copy(),
         sum(launch.instructions for launch in device.launches),
         sum(launch.seconds for launch in device.launches),
+        device.launches[-1].grid[0],
     )
 
 
@@ -477,6 +481,10 @@ def expected(case: Case, operands: dict[str, np.ndarray], result: Result):
     return y, size
 
 
+class WrongCells(AssertionError):
+    """Cells of the result are wrong or were never written."""
+
+
 # What the sum of a cell may lose, as a part of the sum of its terms' magnitudes: fp32 sums in any
 # order, or the bits that Hopper's tensor core drops below the largest term of a step.
 _SUM_LOSS = {"exact": 2.0**-18, "hopper": 2.0**-11}
@@ -488,12 +496,14 @@ def check(
     """Every cell of y against float64; returns the largest error in units of its bound.
 
     Raises:
-      AssertionError: a cell is off by more than the rounding to bf16 and fp32 sums allow, or with
+      WrongCells: a cell is off by more than the rounding to bf16 and fp32 sums allow, or with
         exact data by anything.
     """
     y, size = expected(case, operands, result)
     got = from_bf16(result.y).astype(np.float64)
-    assert result.written.all(), f"{case}: {np.count_nonzero(result.written == 0)} bytes unwritten"
+    missing = np.count_nonzero(result.written == 0)
+    if missing:
+        raise WrongCells(f"{case}: {missing} bytes unwritten")
     if case.exact and numerics == "exact":
         bad = result.y != bf16(y.astype(np.float32))
         worst = 0.0
@@ -504,7 +514,7 @@ def check(
         bad = ~(error <= 1)
     if bad.any():
         row, column = (int(v[0]) for v in np.nonzero(bad))
-        raise AssertionError(
+        raise WrongCells(
             f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
             f"{column}]: {got[row, column]} instead of {y[row, column]}"
         )

@@ -8,6 +8,9 @@
 
 using namespace jax_w4a4;
 
+// `device`: the launch code asks once per device how many clusters fit, so a
+// machine that runs another number of them counts as another device.
+
 extern "C" {
 
 struct WeightRows {
@@ -47,7 +50,8 @@ int emulator_quantize_v2(const void* x, const float* smooth,
                          const float* global_scale, const void* lora_down,
                          void* act, float* token_scale, void* lora_act,
                          const WeightRows* weight, int64_t m, int k, int k_pad,
-                         int rank, int rule, int cluster, int stages) {
+                         int rank, int rule, int cluster, int stages,
+                         int device) {
   QuantizeV2Params p = {};
   p.x = x;
   p.smooth = smooth;
@@ -64,7 +68,7 @@ int emulator_quantize_v2(const void* x, const float* smooth,
   p.rule = static_cast<ScaleRule>(rule);
   p.cluster = cluster;
   p.stages = stages;
-  return LaunchQuantizeV2(p, 0, nullptr);
+  return LaunchQuantizeV2(p, device, nullptr);
 }
 
 // smem: weight, lora_up, store, token, barriers, stage_bytes, total_bytes.
@@ -73,7 +77,8 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
                      const uint8_t* weight, const void* weight_scale,
                      const void* lora_act, const void* lora_up, void* out,
                      int64_t m, int64_t n, int k_pad, int rank, int stages,
-                     int group_m, const int* smem, int dependent) {
+                     int group_m, const int* smem, int dependent,
+                     int device) {
   GemmV2Params p = {};
   p.act = act;
   p.token_scale = token_scale;
@@ -91,7 +96,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   p.group_m = group_m;
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4], smem[5], smem[6]};
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
-                      dependent != 0, 0, nullptr)
+                      dependent != 0, device, nullptr)
       .code;
 }
 

@@ -34,7 +34,7 @@ def outcome(mutant: mutants.Mutant, policy: str, seed: int) -> str:
         product.check(mutant.case, operands, result)
     except EmulationError as error:
         return type(error).__name__
-    except AssertionError:
+    except product.WrongCells:
         return "cells"
     return ""
 
