@@ -542,14 +542,20 @@ def _cvt(e: Emitter, ins: Instr) -> None:
 _PACKED = {"bf16x2", "f16x2", "e2m1x2", "e4m3x2", "e5m2x2", "ue8m0x2"}
 
 
+_UNPACKS = {
+    ("f16x2", "e2m1x2"),
+    ("f16x2", "e4m3x2"),
+    ("f16x2", "e5m2x2"),
+    ("bf16x2", "ue8m0x2"),
+}
+
+
 def _cvt_packed(e: Emitter, ins: Instr, to: str, source: str, mode: str) -> None:
-    """Two fp32 to a pair; the first source is the high half. Or two fp8 to two fp16."""
-    if to == "f16x2" and source in ("e4m3x2", "e5m2x2"):
-        pair = e.src(ins.ops[1], "u16")
-        lo, hi = (
-            f"decode_fp8({half}, '{source[:-2]}')" for half in (pair, f"({pair} >> uint16(8))")
-        )
-        e.dst(ins.ops[0], f"pack16({lo}, {hi})", "uint32")
+    """Two fp32 to a pair, first source high; or a pair of small floats to 16 bits."""
+    if (to, source) in _UNPACKS and len(ins.ops) == 2:
+        width = "b8" if source == "e2m1x2" else "b16"
+        x = e.src(ins.ops[1], width)
+        e.dst(ins.ops[0], f"unpack_pair({x}, '{source[:-2]}', '{to[:-2]}')", "uint32")
         return
     if source != "f32" or len(ins.ops) != 3:
         raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")

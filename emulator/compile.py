@@ -120,7 +120,7 @@ class Code:
         return nodes
 
     def instruction_at(self, w: Warp, pc: int) -> Instr:
-        at = getattr(w, "local_pc", None)
+        at = w.local_pc
         if pc in self.run_ends and at is not None and pc <= at < self.run_ends[pc]:
             pc = at
         return self.kernel.instrs[min(pc, len(self.kernel.instrs) - 1)]
@@ -258,7 +258,7 @@ _NAMESPACE: dict[str, Any] = {
     )},
     "bool": bool,
     "encode_fp8": formats.encode_fp8,
-    "decode_fp8": formats.decode_fp8,
+    "unpack_pair": formats.unpack_pair,
     "np": np,
     "np_add": np.add,
     "np_sub": np.subtract,

@@ -69,7 +69,15 @@ def encode_fp8(x: np.ndarray, name: str) -> np.ndarray:
     return code.astype(np.uint8)
 
 
-def decode_fp8(codes: np.ndarray, name: str) -> np.ndarray:
-    """Low bytes of these to fp16 bits, exact; NaN is 0x7FFF."""
-    values = table(name)[codes & 0xFF]
-    return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))
+def unpack_pair(x: np.ndarray, name: str, to: str) -> np.ndarray:
+    """Pairs of 4- or 8-bit floats to pairs of f16 or bf16, as 32-bit words."""
+    bits = 4 if name == "e2m1" else 8
+    parts = []
+    for code in (x & ((1 << bits) - 1), x >> bits):
+        value = table(name)[code].astype(np.float32)
+        if to == "f16":
+            half = value.astype(np.float16).view(np.uint16)
+        else:
+            half = (value.view(np.uint32) >> 16).astype(np.uint16)
+        parts.append(np.where(np.isnan(value), 0x7FFF, half).astype(np.uint32))
+    return parts[0] | parts[1] << np.uint32(16)

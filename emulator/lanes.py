@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 U32, S32, U64, S64, F32, F64 = np.uint32, np.int32, np.uint64, np.int64, np.float32, np.float64
@@ -37,9 +39,13 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    import math
-
-    return np.array([math.fma(*v) for v in zip(a, b, c, strict=True)], F64)
+    """fp64, exactly and then rounded; infinities and NaN as numpy has them."""
+    plain = a * b + c
+    out = [
+        float(Fraction(x) * Fraction(y) + Fraction(z)) if np.isfinite([x, y, z, p]).all() else p
+        for x, y, z, p in zip(a.tolist(), b.tolist(), c.tolist(), plain.tolist(), strict=True)
+    ]
+    return np.array(out, F64)
 
 
 def round_bf16(x: Array) -> Array:
@@ -303,7 +309,7 @@ def encode_e2m1(x: Array) -> Array:
     code = np.searchsorted(bounds, mag, side="left")
     tie = np.isin(mag, bounds)
     code = code + (tie & (code % 2 == 1))
-    return (code | np.where(np.signbit(x), 8, 0)).astype(np.uint8)
+    return (code | np.where(np.signbit(x) & ~np.isnan(x), 8, 0)).astype(np.uint8)
 
 
 def encode_e8m0(x: Array, up: bool) -> Array:

@@ -249,6 +249,7 @@ class Result:
     written: np.ndarray  # per byte of y: the CTA that wrote it, or 0
     instructions: int
     seconds: float
+    grid: int = 0  # CTAs of the gemm
 
 
 def run(
@@ -257,22 +258,23 @@ def run(
     *,
     kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
-    attrs: Mapping[str, Callable[[int], int]] | None = None,
+    changes: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Result:
     """Quantizer or repack, then the gemm as a dependent launch.
 
     Args:
       kernels: driver with other kernels than the product's.
-      attrs: changes to attributes of the plan, for seeded bugs of the account.
+      changes: to attributes of the plan, for seeded bugs of the account.
     """
     driver = kernels or host()
     found = plan_of(case)
     values = operands or make_operands(case)
     device = driver.device = Device(options)
-    driver.set_clusters(case.clusters)
+    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry.cc
     buffers = {name: device.array(value, name) for name, value in values.items()}
-    changed = attrs or {}
-    attrs = {k: changed[k](v) if k in changed else v for k, v in found.ffi_attrs().items()}
+    attrs = found.ffi_attrs()
+    for name, change in (changes or {}).items():
+        attrs[name] = change(attrs[name])
 
     def address(name: str) -> int | None:
         return buffers[name].base if name in buffers else None
@@ -290,6 +292,7 @@ def run(
     made = {name: device.empty(size, name) for name, size in sizes.items()}
     # The ring copies whole tiles; what it reads past M is never used.
     tokens = made["token_scale"]
+    assert tokens.initialized is not None
     pitch = shapes["token_scale"][0] // (case.blocks if path.stage_groups else 1)
     for first in range(0, shapes["token_scale"][0], max(1, pitch)):
         tokens.initialized[4 * (first + case.m) : 4 * (first + pitch)] = True
@@ -371,6 +374,7 @@ def run(
         DTYPES.index(case.scales),
         smem,
         1,
+        case.clusters,
     )
 
     def bits(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -386,6 +390,7 @@ def run(
         made["y"].writer[: case.m * case.n * 2].copy(),
         sum(launch.instructions for launch in device.launches),
         sum(launch.seconds for launch in device.launches),
+        device.launches[-1].grid[0],
     )
 
 
@@ -413,6 +418,7 @@ def _down(
         "emulator_down_v2", pointer(address("x")), pointer(address("lora_down")),
         pointer(made.base), ctypes.c_int64(case.m), case.k, case.rank, cluster,
         attrs["down_stages"], attrs["off_down_barriers"], attrs["down_smem_bytes"],
+        case.clusters,
     )  # fmt: skip
     return made
 
@@ -567,6 +573,10 @@ def expected(case: Case, operands: dict[str, np.ndarray], result: Result):
     return y, size
 
 
+class WrongCells(AssertionError):
+    """Cells of the result are wrong or were never written."""
+
+
 # What the sum of a cell may lose, as a part of the sum of its terms' magnitudes: fp32 sums in any
 # order, or the bits that Hopper's tensor core drops below the largest term of a step.
 _SUM_LOSS = {"exact": 2.0**-18, "hopper": 2.0**-11}
@@ -578,12 +588,14 @@ def check(
     """Every cell of y against float64; returns the largest error in units of its bound.
 
     Raises:
-      AssertionError: a cell is off by more than the rounding to bf16 and fp32 sums allow, or with
+      WrongCells: a cell is off by more than the rounding to bf16 and fp32 sums allow, or with
         exact data by anything.
     """
     y, size = expected(case, operands, result)
     got = from_bf16(result.y).astype(np.float64)
-    assert result.written.all(), f"{case}: {np.count_nonzero(result.written == 0)} bytes unwritten"
+    missing = np.count_nonzero(result.written == 0)
+    if missing:
+        raise WrongCells(f"{case}: {missing} bytes unwritten")
     if case.exact and numerics == "exact":
         bad = result.y != bf16(y.astype(np.float32))
         worst = 0.0
@@ -594,7 +606,7 @@ def check(
         bad = ~(error <= 1)
     if bad.any():
         row, column = (int(v[0]) for v in np.nonzero(bad))
-        raise AssertionError(
+        raise WrongCells(
             f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
             f"{column}]: {got[row, column]} instead of {y[row, column]}"
         )

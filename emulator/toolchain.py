@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import os
@@ -136,12 +137,18 @@ def source_text(name: str) -> str:
     raise FileNotFoundError(name)
 
 
+def arch_of(name: str) -> str:
+    """The architecture that a source of cuda/ is written for; its name begins with it."""
+    return "sm_100a" if name.startswith("sm100") else "sm_90a"
+
+
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
     """PTX of one source of the product, see source_text."""
     kept = host_library()[1] / f"{pathlib.Path(name).stem}.ptx"
     if not edits and kept.exists():
         return kept.read_text()
-    return ptx_of(name, edits=edits, text=None if (CUDA / name).exists() else source_text(name))
+    text = None if (CUDA / name).exists() else source_text(name)
+    return ptx_of(name, arch_of(name), edits=edits, text=text)
 
 
 @functools.cache
@@ -151,16 +158,17 @@ def host_library() -> tuple[pathlib.Path, pathlib.Path]:
     Returns the library and a folder with the PTX of each source of it.
     """
     key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES)
-    out = cache_dir() / f"host-{key}.so"
-    kernels = out.with_suffix("")
+    out = cache_dir() / f"host-{key}"
     if out.exists():
-        return out, kernels
+        return out / "host.so", out
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
-    kernels.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in INSTANCES)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = pathlib.Path(name)
+        done = folder / "done"
+        done.mkdir()
         (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
         names = [f"sm90_{n}.cu" for n in (
             "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
@@ -184,18 +192,20 @@ def host_library() -> tuple[pathlib.Path, pathlib.Path]:
                 folder,
             )  # fmt: skip
             for made in keep.glob("*.ptx"):
-                _publish(made, kernels / made.name)
+                made.rename(done / made.name)
             shutil.rmtree(keep)
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(build, names))
         _run(
             [NVCC, "-shared", "-cudart", "none", "-Xlinker", "-Bsymbolic",
-             *(f"{n}.o" for n in names), "-o", folder / "host.so"],
+             *(f"{n}.o" for n in names), "-o", done / "host.so"],
             folder,
         )  # fmt: skip
-        _publish(folder / "host.so", out)
-    return out, kernels
+        # The library and its PTX appear together: names of kernels carry a hash of their build.
+        with contextlib.suppress(OSError):
+            done.rename(out)  # fails where another process was first
+    return out / "host.so", out
 
 
 @functools.lru_cache(maxsize=64)

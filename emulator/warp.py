@@ -60,6 +60,7 @@ class Warp:
         self.groups = [Group(0, mask, live)]
         self.live = live
         self.executed = 0
+        self.local_pc: int | None = None  # inside a stretch, for messages
         self.priority = 0.0
         self.dependency_waited = False
         self.released: Clocks | None = None  # by the last release fence
@@ -73,9 +74,9 @@ class Warp:
         self.clocks.seen[self.slot] = 1
         # wgmma: registers written since the last fence, and those that an MMA may still read.
         self.dirty = 0
-        self.wgmma = None
-        self.bulk = None
-        self.tmem = None
+        self.wgmma: Any = None
+        self.bulk: Any = None
+        self.tmem: Any = None
         self.held: list[tuple[int, int]] = []  # tcgen05 accesses before the next fence
         self.rng = machine.rng
 

@@ -31,7 +31,7 @@ class Pending:
     __slots__ = ("op", "index", "dtype")
     __array_ufunc__ = None
 
-    def __init__(self, op: _Mma, index: int, dtype: Any):
+    def __init__(self, op: Any, index: int, dtype: Any):
         self.op, self.index, self.dtype = op, index, dtype
 
     def view(self, dtype: Any) -> Pending:

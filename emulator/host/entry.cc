@@ -10,6 +10,9 @@
 
 using namespace jax_w4a4;
 
+// `device`: the launch code asks once per device how many clusters fit, so a
+// machine that runs another number of them counts as another device.
+
 extern "C" {
 
 struct WeightRows {
@@ -48,7 +51,7 @@ int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
 
 int emulator_down_v2(const void* x, const void* lora_down, void* lora_act,
                      int64_t m, int k, int rank, int cluster, int stages,
-                     int off_barriers, int smem_bytes) {
+                     int off_barriers, int smem_bytes, int device) {
   DownV2Params p = {};
   p.x = x;
   p.lora_down = lora_down;
@@ -60,7 +63,7 @@ int emulator_down_v2(const void* x, const void* lora_down, void* lora_act,
   p.stages = stages;
   p.off_barriers = off_barriers;
   p.smem_bytes = smem_bytes;
-  return LaunchDownV2(p, 0, nullptr);
+  return LaunchDownV2(p, device, nullptr);
 }
 
 // What both quantizers read.
@@ -126,7 +129,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
                      const void* lora_act, const void* lora_up, void* out,
                      int64_t m, int64_t n, int k_pad, int rank, int stages,
                      int group_m, int promote_k, int scale_dtype,
-                     const int* smem, int dependent) {
+                     const int* smem, int dependent, int device) {
   GemmV2Params p = {};
   p.act = act;
   p.token_scale = token_scale;
@@ -146,7 +149,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   p.scale_dtype = static_cast<DType>(scale_dtype);
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4], smem[5], smem[6]};
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
-                      dependent != 0, 0, nullptr)
+                      dependent != 0, device, nullptr)
       .code;
 }
 

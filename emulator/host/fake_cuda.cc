@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -37,8 +38,9 @@ std::map<const void*, std::string>& Kernels() {
   static auto* kernels = new std::map<const void*, std::string>;
   return *kernels;
 }
-std::map<const void*, int>& SmemLimits() {
-  static auto* limits = new std::map<const void*, int>;
+// Per kernel and device, which is the number of clusters here (entry.cc).
+std::map<std::pair<const void*, int>, int>& SmemLimits() {
+  static auto* limits = new std::map<std::pair<const void*, int>, int>;
   return *limits;
 }
 
@@ -61,7 +63,7 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, size_t smem,
                    int cluster, int dependent, void** args) {
   const auto kernel = Kernels().find(function);
   if (kernel == Kernels().end()) return cudaErrorInvalidDeviceFunction;
-  const auto limit = SmemLimits().find(function);
+  const auto limit = SmemLimits().find({function, g_clusters});
   const int allowed = limit == SmemLimits().end() ? 48 * 1024 : limit->second;
   if (static_cast<int>(smem) > allowed) return cudaErrorInvalidValue;
   if (grid.x % cluster != 0) return cudaErrorInvalidClusterSize;
@@ -160,7 +162,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which,
   }
   if (Kernels().count(function) == 0) return cudaErrorInvalidDeviceFunction;
   if (value > 232448) return cudaErrorInvalidValue;
-  SmemLimits()[function] = value;
+  SmemLimits()[{function, g_clusters}] = value;
   return cudaSuccess;
 }
 

@@ -3,6 +3,7 @@
 import struct
 from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
 
@@ -117,6 +118,77 @@ class Arithmetic(parameterized.TestCase):
         np.testing.assert_array_equal(lanes.ftz(a).view(np.uint32)[3], 0)
         got = lanes.minmax(a, b, True, True, True)
         self.assertTrue(np.isnan(got[:2]).all())
+
+
+class SmallFloats(parameterized.TestCase):
+    """cvt to and from 4- and 8-bit floats, against ml_dtypes."""
+
+    X = np.r_[
+        np.array([0, -0.0, 0.25, 0.75, 2.5, -3.5, 5, 7, np.nan, np.inf, -1e30], np.float32),
+        np.random.default_rng(0).standard_normal(53).astype(np.float32) * 3,
+    ]
+
+    def convert(self, text):
+        x = self.X.view(np.uint32)
+        device = Device()
+        source, out = device.array(x, "in"), device.empty(128, "out")
+        load = """
+          add.s64 %d6, %d4, 128;
+          ld.global.f32 %f1, [%d4];
+          ld.global.f32 %f2, [%d6];
+        """
+        device.launch(
+            code_of(load + text + STORE), (1, 1, 1), (32, 1, 1),
+            struct.pack("<QQ", source.base, out.base),
+        )  # fmt: skip
+        return out.data[:128].view(np.uint32), self.X[:32], self.X[32:]
+
+    @parameterized.parameters(("e4m3x2", "float8_e4m3fn", 448), ("e5m2x2", "float8_e5m2", 57344))
+    def test_fp8(self, name, dtype, largest):
+        got, lo, hi = self.convert(
+            f"cvt.rn.satfinite.{name}.f32 %h1, %f2, %f1; cvt.u32.u16 %r3, %h1;"
+        )
+        dtype = np.dtype(getattr(ml_dtypes, dtype))
+        for part, x in ((got & 255, lo), (got >> 8, hi)):
+            finite = ~np.isnan(x)
+            want = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
+            np.testing.assert_array_equal(part[finite], want[finite])
+            self.assertTrue((part[~finite] & 0x7F == 0x7F).all())
+
+    def test_e2m1(self):
+        text = """
+          .reg .b8 %b<4>;
+          cvt.rn.satfinite.e2m1x2.f32 %b1, %f2, %f1;
+          mov.b16 %h1, {%b1, 0};
+          cvt.u32.u16 %r3, %h1;
+        """
+        got, lo, hi = self.convert(text)
+        for part, x in ((got & 15, lo), (got >> 4, hi)):
+            finite = ~np.isnan(x)
+            want = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+            np.testing.assert_array_equal(part[finite], want[finite])
+            self.assertTrue((part[~finite] == 7).all())
+
+    def test_e8m0_rounds_up(self):
+        got, lo, _ = self.convert(
+            "cvt.rp.satfinite.ue8m0x2.f32 %h1, %f2, %f1; cvt.u32.u16 %r3, %h1;"
+            "and.b32 %r3, %r3, 255;"
+        )
+        for byte, x in zip(got, np.abs(lo), strict=True):
+            if np.isfinite(x) and x > 0:
+                self.assertLessEqual(x, 2.0 ** (int(byte) - 127))
+                self.assertLess(2.0 ** (int(byte) - 128), x)
+
+    def test_unpack(self):
+        got, lo, hi = self.convert(
+            "cvt.rn.satfinite.e4m3x2.f32 %h1, %f2, %f1; cvt.rn.f16x2.e4m3x2 %r3, %h1;"
+        )
+        for part, x in ((got & 0xFFFF, lo), (got >> 16, hi)):
+            finite = ~np.isnan(x)
+            want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float16)
+            np.testing.assert_array_equal(
+                part.astype(np.uint16).view(np.float16)[finite], want[finite]
+            )
 
 
 def _fma_reference(x, y, z):
@@ -290,6 +362,65 @@ class Errors(parameterized.TestCase):
         with self.assertRaisesRegex(EmulationError, "has exited"):
             for seed in range(8):
                 run(body, cluster=2, seed=seed)
+
+
+TMEM = (
+    SHARED
+    + """
+  .reg .b32 %t<8>;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;
+  ld.shared.u32 %t0, [%r10];
+  add.s32 %t1, %r1, 1000;
+  tcgen05.st.sync.aligned.32x32b.x2.b32 [%t0+3], {%r1, %t1};
+  WAIT_ST
+  tcgen05.ld.sync.aligned.32x32b.x2.b32 {%t2, %t3}, [%t0+3];
+  WAIT_LD
+  add.s32 %r3, %t2, %t3;
+  FREE
+"""
+)
+TMEM_PARTS = {
+    "WAIT_ST": "tcgen05.wait::st.sync.aligned;",
+    "WAIT_LD": "tcgen05.wait::ld.sync.aligned;",
+    "FREE": "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t0, 64;",
+}
+
+
+class TensorMemory(parameterized.TestCase):
+    def run_without(self, missing="", **options):
+        text = TMEM
+        for name, part in TMEM_PARTS.items():
+            text = text.replace(name, "" if name == missing else part)
+        return run(text + STORE, **options)
+
+    def test_round_trip(self):
+        for seed in range(4):
+            got = self.run_without(seed=seed, policy=("random", "late")[seed % 2])
+            np.testing.assert_array_equal(got, 1000 + 2 * np.arange(32))
+
+    def test_base_varies(self):
+        body = (
+            SHARED
+            + """
+          .reg .b32 %t<8>;
+          tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;
+          ld.shared.u32 %r3, [%r10];
+          tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 64;
+        """
+            + STORE
+        )
+        bases = {int(run(body, seed=seed)[0]) for seed in range(12)}
+        self.assertGreater(len(bases), 2)
+        self.assertLessEqual(bases, set(range(0, 512, 64)))
+
+    @parameterized.parameters(
+        ("WAIT_ST", (RaceError, UninitializedError)),
+        ("WAIT_LD", ProtocolError),
+        ("FREE", ProtocolError),
+    )
+    def test_what_must_not_be_missing(self, missing, error):
+        with self.assertRaises(error):
+            self.run_without(missing)
 
 
 class TensorMaps(parameterized.TestCase):

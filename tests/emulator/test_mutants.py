@@ -35,11 +35,11 @@ def outcome(mutant: mutants.Mutant, policy: str, seed: int) -> str:
     operands = product.make_operands(mutant.case)
     options = Options(policy=policy, seed=seed, max_steps=500_000)
     try:
-        result = product.run(mutant.case, options, operands=operands, attrs=mutant.attrs)
+        result = product.run(mutant.case, options, operands=operands, changes=mutant.attrs)
         product.check(mutant.case, operands, result)
     except EmulationError as error:
         return type(error).__name__
-    except AssertionError:
+    except product.WrongCells:
         return "cells"
     return ""
 

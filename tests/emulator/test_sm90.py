@@ -101,7 +101,8 @@ class Gemm(parameterized.TestCase):
     def test_tile_counts(self, tiles, cluster):
         """1, 2, and one below, equal to and above the number of clusters."""
         case = Case("mxfp4", 64 * tiles - 3, 96 * cluster, 160, 32, cluster=cluster, clusters=4)
-        run(case, "random", tiles)
+        _, result = run(case, "random", tiles)
+        self.assertEqual(result.grid, min(tiles, 4) * cluster)
 
 
 @pytest.mark.slow
