@@ -1,8 +1,8 @@
 // Prefill GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias.
 //
 // Persistent, warp-specialised: warpgroup 0 loads, warpgroups 1 and 2 each own 64 weight rows of a
-// 128 x kTileM tile of Y^T and never wait for each other, so one's epilogue runs under the other's
-// MMAs. Weights are staged as raw 4-bit bytes and expanded in registers right before the MMA
+// 128 x kTileM tile of Y^T and do not wait for each other, so one's epilogue runs under the other's
+// MMAs; only int4 groups make them take turns, group by group. Weights are staged as raw 4-bit bytes and expanded in registers right before the MMA
 // (sm90_expand.cuh). A cluster of two CTAs takes two neighbouring weight tiles of the same tokens;
 // each loads half of the activations and multicasts it, which halves L2 traffic but no footprint.
 // The low-rank branch streams through the same ring slots as 32-rank chunks after the K blocks.

@@ -609,10 +609,14 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     identical = check(
         all(map(same_bits, first, again)), "two runs of the same program differ in bits"
     )
+    # LoRA-down as a launch of its own sums in another order than inside quantizer 1.
+    alone = (found.quantizer.down, for_codes["plan"].quantizer.down)
+    same_sums = cell.rank == 0 or (alone[0] is None) == (alone[1] is None)
     split_same = None
     if not fused_quantizer:
         # Not the workspace of the gemm: the call through x has more of it.
-        same = all(map(same_bits, first[:4], split[:4]))
+        compared = range(4) if same_sums else (1, 2)
+        same = all(same_bits(first[i], split[i]) for i in compared)
         split_same = check(same, "fused call differs from its halves")
 
     # Quantizer, every row: against the reference on the CPU. XLA's GPU division is not correctly
@@ -671,8 +675,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     part = V2_SUM[path.name] if path else FP32_SUM
     ratio = error_ratio(got, want, magnitude, part)
     check(ratio <= 1, f"y is {ratio:.3g} x its error bound off")
-    if fused_quantizer:
-        # The halves have a lora_act of their own, summed in another order.
+    if fused_quantizer or not same_sums:
         half_want = model.gemm_f64(xp[finite], xs[finite], split[3][finite], ops, rounded=rounded)
         half_ratio = error_ratio(split[0][finite], half_want, magnitude, part)
         check(half_ratio <= 1, f"y of the halves is {half_ratio:.3g} x its error bound off")
