@@ -476,34 +476,37 @@ Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
   return Error::Success();
 }
 
-bool RunsBesideDown(const QuantizeBuffers& q) {
-  return Dim(q.lora_down, 1) > 0 &&
-         g_dependent_launch.load(std::memory_order_relaxed);
+// What both quantizers that hold a token in registers are told.
+void SetTokens(TokenParams* p, const QuantizeBuffers& q, const PlanAttrs& plan,
+               const SpecAttrs& spec) {
+  p->x = q.x.untyped_data();
+  p->smooth = OptionalData(q.smooth);
+  p->global_scale = OptionalData(q.global_scale);
+  p->m = Dim(q.x, 0);
+  p->k = static_cast<int>(spec.k);
+  p->k_pad = static_cast<int>(spec.k_pad);
+  p->chunks = static_cast<int>(plan.q_lane_chunks);
+  p->warps = static_cast<int>(plan.q_warps);
+  p->x_dtype = ToDType(q.x.element_type());
+  p->rule = static_cast<ScaleRule>(spec.act_rule);
+  p->is_unsigned = spec.act_unsigned != 0;
+  p->beside = Dim(q.lora_down, 1) > 0 &&
+              g_dependent_launch.load(std::memory_order_relaxed);
 }
 
 // Codes and scales, with a token in registers.
 Error QuantizePublic(cudaStream_t stream, const QuantizeBuffers& q,
                      const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   QuantizePublicParams p = {};
-  p.m = Dim(q.x, 0);
+  SetTokens(&p, q, plan, spec);
   if (p.m == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
-  p.x = q.x.untyped_data();
-  p.smooth = OptionalData(q.smooth);
-  p.global_scale = OptionalData(q.global_scale);
   p.packed = q.packed.untyped_data();
   p.scales = q.scales.untyped_data();
-  p.k = static_cast<int>(spec.k);
-  p.k_pad = static_cast<int>(spec.k_pad);
   p.block = static_cast<int>(spec.block_size);
-  p.chunks = static_cast<int>(plan.q_lane_chunks);
-  p.warps = static_cast<int>(plan.q_warps);
-  p.x_dtype = ToDType(q.x.element_type());
   p.scale_dtype = ToDType(q.scales.element_type());
-  p.rule = static_cast<ScaleRule>(spec.act_rule);
-  p.is_unsigned = spec.act_unsigned != 0;
-  W4A4_CUDA(LaunchQuantizePublic(static_cast<Format>(spec.format), p,
-                                 RunsBesideDown(q), stream));
+  W4A4_CUDA(
+      LaunchQuantizePublic(static_cast<Format>(spec.format), p, stream));
   return Error::Success();
 }
 
@@ -513,22 +516,12 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   QuantizeV2Params p = {};
-  p.x = q.x.untyped_data();
-  p.smooth = OptionalData(q.smooth);
-  p.global_scale = OptionalData(q.global_scale);
+  SetTokens(&p, q, plan, spec);
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
-  p.weight = WeightRows(b, w);
-  p.m = Dim(q.x, 0);
-  p.k = static_cast<int>(spec.k);
-  p.k_pad = static_cast<int>(spec.k_pad);
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
-  p.chunks = static_cast<int>(plan.q_lane_chunks);
-  p.warps = static_cast<int>(plan.q_warps);
-  p.x_dtype = ToDType(q.x.element_type());
-  p.rule = static_cast<ScaleRule>(spec.act_rule);
-  p.is_unsigned = spec.act_unsigned != 0;
-  W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, RunsBesideDown(q), stream));
+  p.weight = WeightRows(b, w);
+  W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
   return Error::Success();
 }
 

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <sstream>
 #include <string>
@@ -282,6 +283,15 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    kPlanSchema,
                    "; export the program again with the installed version");
   }
+  // Launch code narrows every one of them to int.
+  static_assert(sizeof(PlanAttrs) % sizeof(int64_t) == 0);
+  int64_t values[sizeof(PlanAttrs) / sizeof(int64_t)];
+  std::memcpy(values, &p, sizeof(PlanAttrs));
+  for (int64_t value : values) {
+    if (value < 0 || value > std::numeric_limits<int32_t>::max()) {
+      return Invalid("plan holds ", value, "; expected 0 <= value < 2^31");
+    }
+  }
   const bool v2 = p.IsV2();
   if (!v2 && p.kernel != static_cast<int64_t>(KernelId::kSm90V1)) {
     return Precondition("plan asks for kernel ", p.kernel,
@@ -315,10 +325,10 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
         kDownV2MaxRank, ", LoRA-down on x; got kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
         s.lora_smoothed);
   }
-  const bool compiled = HasQuantizeV2(p.q_lane_chunks, p.q_warps);
-  if (!compiled || s.k > QuantizeV2MaxK(p.q_lane_chunks, p.q_warps) ||
-      p.q_rows != QuantizeV2Tokens(p.q_warps) || p.q_chunk_k != s.k_pad ||
-      p.q_threads != QuantizeV2Threads(p.q_warps) || p.q_smem_bytes != 0) {
+  const bool compiled = HasTokenQuantizer(p.q_lane_chunks, p.q_warps);
+  if (!compiled || s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) ||
+      p.q_rows != TokensPerCta(p.q_warps) || p.q_chunk_k != s.k_pad ||
+      p.q_threads != TokenQuantizerThreads(p.q_warps) || p.q_smem_bytes != 0) {
     return Precondition(
         "plan gives quantizer ", p.q_kernel, " ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
         p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,

@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include "sm90_quantize_public.cuh"
-#include "sm90_quantize_v2.h"
 
 namespace jax_w4a4 {
 namespace {
@@ -51,45 +50,19 @@ const void* Kernel(Format format, sm90::Source source, int chunks, int warps) {
 
 }  // namespace
 
-int LaunchQuantizePublic(Format format, const QuantizePublicParams& p, bool beside,
+int LaunchQuantizePublic(Format format, const QuantizePublicParams& p,
                          cudaStream_t stream) {
-  const bool normalized = p.smooth != nullptr || p.global_scale != nullptr;
-  const sm90::Source source = p.x_dtype != DType::kBf16 ? sm90::Source::kAny
-                              : normalized              ? sm90::Source::kBf16
-                                                        : sm90::Source::kPlain;
-  const void* kernel = Kernel(format, source, p.chunks, p.warps);
+  const void* kernel = Kernel(format, sm90::source_of(p), p.chunks, p.warps);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   sm90::QuantizePublicArgs a = {};
-  a.x = p.x;
-  a.smooth = p.smooth;
-  a.act_global_scale = p.global_scale;
-  a.m = static_cast<int>(p.m);
-  a.k = p.k;
-  a.k_layout = p.k_pad;
-  a.x_dtype = p.x_dtype;
-  a.scale_dtype = p.scale_dtype;
-  a.floor_rule = p.rule == ScaleRule::kFloor;
-  a.is_unsigned = p.is_unsigned;
-  a.wait = beside;
+  sm90::set_token_args(&a, p, p.k_pad, p.scale_dtype);
   a.packed = static_cast<uint32_t*>(p.packed);
   a.scales = p.scales;
   a.block_shift = p.block == p.k_pad ? -1
                   : p.block == 32    ? 2
                   : p.block == 64    ? 3
                                      : 4;
-
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  const int64_t tokens = QuantizeV2Tokens(p.warps);
-  config.gridDim = dim3(static_cast<unsigned>((p.m + tokens - 1) / tokens));
-  config.blockDim = dim3(static_cast<unsigned>(QuantizeV2Threads(p.warps)));
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = beside ? 1 : 0;
-  void* args[] = {&a};
-  return cudaLaunchKernelExC(&config, kernel, args);
+  return sm90::launch_tokens(kernel, &a, p, 0, stream);
 }
 
 }  // namespace jax_w4a4

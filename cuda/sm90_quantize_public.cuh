@@ -152,10 +152,10 @@ __device__ __forceinline__ void quantize_int4(const QuantizePublicArgs& args, co
 // ---- kernel ----
 
 template <Format kFormat, Source kSource, int kChunks, int kWarps>
-__global__ void __launch_bounds__(quantize_threads(kWarps),
-                                  quantize_blocks(kSource, kChunks, kWarps))
+__global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
+                                  (kQuantizeBlocks<kSource, kChunks, kWarps>))
     quantize_public_kernel(const __grid_constant__ QuantizePublicArgs args) {
-  constexpr int kTokens = quantize_tokens(kWarps);
+  constexpr int kTokens = kQuantizeTokens<kWarps>;
   __shared__ uint32_t slots[kTokens][kWarps];
   const int warp = threadIdx.x / 32;
   const int local = warp / kWarps;

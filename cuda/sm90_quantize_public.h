@@ -6,29 +6,22 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "sm90_quantize_token.h"
 
 typedef struct CUstream_st* cudaStream_t;
 
 namespace jax_w4a4 {
 
-struct QuantizePublicParams {
-  const void* x;              // (m, k), k a multiple of 8
-  const float* smooth;        // (k,) or null; x is multiplied by 1 / smooth
-  const float* global_scale;  // (1,) or null; then by 1 / global_scale
-  void* packed;               // (m, k_pad / 2)
-  void* scales;               // (m, k_pad / block)
-  int64_t m;
-  int k, k_pad, block;
-  int chunks, warps;  // HasQuantizeV2
-  DType x_dtype, scale_dtype;
-  ScaleRule rule;
-  bool is_unsigned;  // int4 activations are 0..15
+struct QuantizePublicParams : TokenParams {
+  void* packed;  // (m, k_pad / 2)
+  void* scales;  // (m, k_pad / block)
+  int block;
+  DType scale_dtype;
 };
 
-// Launches on `stream` and returns a cudaError_t. m >= 1. `beside`: runs beside the
-// launch before it, and ends after that one's end.
+// Launches on `stream` and returns a cudaError_t. m >= 1.
 int LaunchQuantizePublic(Format format, const QuantizePublicParams& params,
-                         bool beside, cudaStream_t stream);
+                         cudaStream_t stream);
 
 }  // namespace jax_w4a4
 

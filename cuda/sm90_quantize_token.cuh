@@ -6,11 +6,13 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "formats.cuh"
 #include "sm90_ptx.cuh"
+#include "sm90_quantize_token.h"
 
 namespace jax_w4a4::sm90 {
 
@@ -348,20 +350,54 @@ struct Int4Codes {
 
 // ---- kernel ----
 
-constexpr int kQuantizeThreads = 256;
-
 // Threads of a CTA and tokens they take.
-__host__ __device__ constexpr int quantize_threads(int warps) {
-  return warps > 8 ? 32 * warps : kQuantizeThreads;
-}
-__host__ __device__ constexpr int quantize_tokens(int warps) {
-  return quantize_threads(warps) / 32 / warps;
-}
+template <int kWarps>
+constexpr int kQuantizeThreads = static_cast<int>(TokenQuantizerThreads(kWarps));
+template <int kWarps>
+constexpr int kQuantizeTokens = static_cast<int>(TokensPerCta(kWarps));
 // CTAs per SM that registers must leave room for: loads in flight hide the memory's latency.
-__host__ __device__ constexpr int quantize_blocks(Source source, int chunks, int warps) {
-  const bool plain = source == Source::kPlain;
-  const int threads = chunks == 4 ? (plain ? 1536 : 1024) : (plain ? 1024 : 512);
-  return threads / quantize_threads(warps);
+template <Source kSource, int kChunks, int kWarps>
+constexpr int kQuantizeBlocks =
+    (kChunks == 4 ? (kSource == Source::kPlain ? 1536 : 1024)
+                  : (kSource == Source::kPlain ? 1024 : 512)) /
+    kQuantizeThreads<kWarps>;
+
+// ---- host ----
+
+inline Source source_of(const TokenParams& p) {
+  if (p.x_dtype != DType::kBf16) return Source::kAny;
+  return p.smooth != nullptr || p.global_scale != nullptr ? Source::kBf16 : Source::kPlain;
+}
+
+inline void set_token_args(TokenArgs* a, const TokenParams& p, int k_layout, DType scale_dtype) {
+  a->x = p.x;
+  a->smooth = p.smooth;
+  a->act_global_scale = p.global_scale;
+  a->m = static_cast<int>(p.m);
+  a->k = p.k;
+  a->k_layout = k_layout;
+  a->x_dtype = p.x_dtype;
+  a->scale_dtype = scale_dtype;
+  a->floor_rule = p.rule == ScaleRule::kFloor;
+  a->is_unsigned = p.is_unsigned;
+  a->wait = p.beside;
+}
+
+// `leading`: CTAs before those that take tokens.
+inline int launch_tokens(const void* kernel, void* args, const TokenParams& p, int leading,
+                         cudaStream_t stream) {
+  const int64_t tokens = TokensPerCta(p.warps);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(leading + (p.m + tokens - 1) / tokens));
+  config.blockDim = dim3(static_cast<unsigned>(TokenQuantizerThreads(p.warps)));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = p.beside ? 1 : 0;
+  void* arguments[] = {args};
+  return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 }  // namespace jax_w4a4::sm90

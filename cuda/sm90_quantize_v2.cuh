@@ -237,14 +237,14 @@ __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, 
 
 // kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout.
 template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
-__global__ void __launch_bounds__(quantize_threads(kWarps),
-                                  quantize_blocks(kSource, kChunks, kWarps))
+__global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
+                                  (kQuantizeBlocks<kSource, kChunks, kWarps>))
     quantize_v2_kernel(const __grid_constant__ QuantizeV2Args args) {
-  constexpr int kTokens = quantize_tokens(kWarps);
+  constexpr int kTokens = kQuantizeTokens<kWarps>;
   __shared__ uint32_t slots[kTokens][kWarps];
   grid_dependency_launch();
   if (static_cast<int>(blockIdx.x) < args.prepare_ctas) {
-    prepare_weight_rows<kPath>(args, quantize_threads(kWarps) / 32);
+    prepare_weight_rows<kPath>(args, kQuantizeThreads<kWarps> / 32);
   } else {
     const int warp = threadIdx.x / 32;
     const int local = warp / kWarps;

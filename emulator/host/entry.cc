@@ -96,8 +96,8 @@ int emulator_quantize_v2(int path, const Tokens* t, void* act,
   p.x_dtype = static_cast<DType>(t->x_dtype);
   p.rule = static_cast<ScaleRule>(t->rule);
   p.is_unsigned = t->is_unsigned != 0;
-  return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, t->beside != 0,
-                          nullptr);
+  p.beside = t->beside != 0;
+  return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, nullptr);
 }
 
 int emulator_quantize_public(int format, const Tokens* t, void* packed,
@@ -118,8 +118,8 @@ int emulator_quantize_public(int format, const Tokens* t, void* packed,
   p.scale_dtype = static_cast<DType>(scale_dtype);
   p.rule = static_cast<ScaleRule>(t->rule);
   p.is_unsigned = t->is_unsigned != 0;
-  return LaunchQuantizePublic(static_cast<Format>(format), p, t->beside != 0,
-                              nullptr);
+  p.beside = t->beside != 0;
+  return LaunchQuantizePublic(static_cast<Format>(format), p, nullptr);
 }
 
 // smem: weight, lora_up, store, token, barriers, stage_bytes, total_bytes.
