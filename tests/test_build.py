@@ -507,7 +507,6 @@ class PlanChecks(HostTest):
     @parameterized.parameters(
         ("off_act", 0, "act overlap weight"),
         ("off_act", 64, "128-byte aligned"),
-        ("off_act", -128, "of act"),
         ("off_weight_scale", 0, "weight_scale overlap weight"),
         ("off_aux", 1 << 20, "of aux"),
         ("bytes_weight", 128, "of weight at"),
@@ -595,6 +594,10 @@ class PlanChecks(HostTest):
         ("plan", "path", 99, "INVALID_ARGUMENT.*no path 99"),
         ("plan", "path", 2, "INVALID_ARGUMENT.*promote_k=0 on path 2"),
         ("plan", "promote_k", 512, "INVALID_ARGUMENT.*promote_k=512 on path 1"),
+        # The low 32 bits would pass for the plan's own.
+        ("plan", "group_m", 1 << 32, f"INVALID_ARGUMENT.*plan holds {1 << 32}"),
+        ("plan", "tile_m", (1 << 32) + 200, f"INVALID_ARGUMENT.*plan holds {(1 << 32) + 200}"),
+        ("plan", "off_store", -16, "INVALID_ARGUMENT.*plan holds -16"),
         ("spec", "format", 0, "INVALID_ARGUMENT.*block_size=32"),
     )
     def test_v2_refused_at_compile(self, which, key, value, text):

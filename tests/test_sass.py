@@ -1,0 +1,159 @@
+"""The machine code of the compiled kernels: the loops hold the MMAs they must and nothing spills.
+
+ptxas_gate.py stops a build that spills or serializes; what it cannot see is a loop that the
+compiler unrolled, split or emptied. Needs the compiled package and cuobjdump (CUDA toolkit).
+"""
+
+import collections
+import re
+import shutil
+import subprocess
+
+import pytest
+from absl.testing import parameterized
+
+from jax_w4a4 import _ffi
+from jax_w4a4.plan import budget
+
+CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+
+needs_kernels = pytest.mark.skipif(
+    not _ffi.has_cuda() or CUOBJDUMP is None, reason="needs the compiled package and cuobjdump"
+)
+
+INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?(\S+)(.*?);")
+BRANCH = re.compile(r"\b0x([0-9a-f]+)")
+MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")
+GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)ELi(\d+)EE")
+DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)EE")
+# operand of V2Path -> what the instruction is called
+OPCODES = {
+    "e5m2": ("QGMMA", "F32.E5M2.E5M2"),
+    "e4m3": ("QGMMA", "F32.E4M3.E4M3"),
+    "bf16": ("HGMMA", "F32.BF16"),
+    "s8": ("IGMMA", "S8.S8"),
+}
+
+
+def read_kernels():
+    """{mangled name: [(address, opcode, rest)]} of every kernel in the extension."""
+    dump = subprocess.Popen(
+        [CUOBJDUMP, "--dump-sass", _ffi._extension.__file__], stdout=subprocess.PIPE, text=True
+    )
+    kernels, code = {}, []
+    for line in dump.stdout:
+        if "Function :" in line:
+            code = kernels.setdefault(line.split(":")[1].strip(), [])
+        elif match := INSTRUCTION.match(line):
+            code.append((int(match[1], 16), match[2], match[3]))
+    assert dump.wait() == 0
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return read_kernels()
+
+
+def inner_loops(code):
+    """The MMAs of every innermost loop that has any: [[(opcode, n, k, types)]]."""
+    index = {address: i for i, (address, _, _) in enumerate(code)}
+    loops = []
+    for i, (address, opcode, rest) in enumerate(code):
+        target = BRANCH.search(rest) if opcode.startswith("BRA") else None
+        if target and int(target[1], 16) <= address:
+            first = index[int(target[1], 16)]
+            found = [MMA.match(op) for _, op, _ in code[first : i + 1]]
+            found = [(m[1], int(m[2]), int(m[3]), m[4]) for m in found if m]
+            if found:
+                loops.append((first, i, found))
+    return [
+        found
+        for first, last, found in loops
+        if not any((f, t) != (first, last) and f >= first and t <= last for f, t, _ in loops)
+    ]
+
+
+def mmas(code):
+    return [m for _, op, _ in code if (m := MMA.match(op))]
+
+
+def gemm_name(match):
+    return f"{match[1]}{match[2] or ''}"
+
+
+@needs_kernels
+class TestGemm:
+    def test_every_compiled_instance_is_there(self, kernels):
+        seen = collections.Counter()
+        for name in kernels:
+            if match := GEMM.search(name):
+                seen[gemm_name(match), int(match[3]), int(match[4])] += 1
+        want = {
+            (path.name, tile, cluster): 1
+            for path in budget.V2_PATHS.values()
+            for tile in path.tiles
+            for cluster in (1, 2)
+        }
+        assert dict(seen) == want
+
+    def test_main_and_lora_loops(self, kernels):
+        """A stage is multiplied by tile_k / k instructions of the path's type, LoRA by bf16."""
+        paths = {path.name: path for path in budget.V2_PATHS.values()}
+        for name, code in kernels.items():
+            match = GEMM.search(name)
+            if match is None:
+                continue
+            path, tile = paths[gemm_name(match)], int(match[3])
+            opcode, types = OPCODES[path.operand]
+            k = 16 if opcode == "HGMMA" else 32
+            main = [(opcode, tile, k, types)] * (path.tile_k // k)
+            lora = [("HGMMA", tile, 16, "F32.BF16")] * 2
+            loops = inner_loops(code)
+            assert main in loops, (name, loops)
+            assert lora in loops, (name, loops)
+            assert len(mmas(code)) == len(main) + len(lora), name
+
+
+@needs_kernels
+class TestDown:
+    def test_loop(self, kernels):
+        """64 K of a stage are four instructions for every 64 ranks of a warpgroup."""
+        found = {}
+        for name, code in kernels.items():
+            if match := DOWN.search(name):
+                (loop,) = {tuple(loop) for loop in inner_loops(code)}
+                found[int(match[1]), int(match[2])] = loop
+                assert len(mmas(code)) == len(loop), name
+        one = ("HGMMA", 72, 16, "F32.BF16")
+        assert found == {
+            (1, 1): (one,) * 4,
+            (2, 1): (one,) * 4,
+            (2, 2): (one,) * 8,
+        }
+
+
+@needs_kernels
+class TestLocalMemory:
+    def test_no_kernel_uses_it(self, kernels):
+        for name, code in kernels.items():
+            assert not [op for _, op, _ in code if op.startswith(("LDL", "STL"))], name
+
+
+class TestLoopReader(parameterized.TestCase):
+    """The reader must see an unrolled and an emptied loop as what they are."""
+
+    CODE = [
+        (0x00, "QGMMA.64x200x32.F32.E4M3.E4M3", " R24"),
+        (0x10, "QGMMA.64x200x32.F32.E4M3.E4M3", " R24"),
+        (0x20, "BRA", " 0x0"),
+        (0x30, "HGMMA.64x200x16.F32.BF16", " R24"),
+        (0x40, "BRA", " 0x30"),
+        (0x50, "BRA", " 0x0"),
+        (0x60, "BRA", " 0x70"),
+    ]
+
+    def test_inner_loops(self):
+        one, two = inner_loops(self.CODE)
+        self.assertEqual(one, [("QGMMA", 200, 32, "F32.E4M3.E4M3")] * 2)
+        self.assertEqual(two, [("HGMMA", 200, 16, "F32.BF16")])
