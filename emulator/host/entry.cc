@@ -77,48 +77,41 @@ struct Tokens {
   int x_dtype, rule, is_unsigned, beside;
 };
 
+static void SetTokens(TokenParams* p, const Tokens& t) {
+  p->x = t.x;
+  p->smooth = t.smooth;
+  p->global_scale = t.global_scale;
+  p->m = t.m;
+  p->k = t.k;
+  p->k_pad = t.k_pad;
+  p->chunks = t.chunks;
+  p->warps = t.warps;
+  p->x_dtype = static_cast<DType>(t.x_dtype);
+  p->rule = static_cast<ScaleRule>(t.rule);
+  p->is_unsigned = t.is_unsigned != 0;
+  p->beside = t.beside != 0;
+}
+
 int emulator_quantize_v2(int path, const Tokens* t, void* act,
                          float* token_scale, const WeightRows* weight,
                          int tile_m) {
   QuantizeV2Params p = {};
-  p.x = t->x;
-  p.smooth = t->smooth;
-  p.global_scale = t->global_scale;
+  SetTokens(&p, *t);
   p.act = act;
   p.token_scale = token_scale;
   p.token_pitch = GemmV2TokenPitch(t->m, tile_m);
   p.weight = Unpack(*weight);
-  p.m = t->m;
-  p.k = t->k;
-  p.k_pad = t->k_pad;
-  p.chunks = t->chunks;
-  p.warps = t->warps;
-  p.x_dtype = static_cast<DType>(t->x_dtype);
-  p.rule = static_cast<ScaleRule>(t->rule);
-  p.is_unsigned = t->is_unsigned != 0;
-  p.beside = t->beside != 0;
   return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, nullptr);
 }
 
 int emulator_quantize_public(int format, const Tokens* t, void* packed,
                              void* scales, int block, int scale_dtype) {
   QuantizePublicParams p = {};
-  p.x = t->x;
-  p.smooth = t->smooth;
-  p.global_scale = t->global_scale;
+  SetTokens(&p, *t);
   p.packed = packed;
   p.scales = scales;
-  p.m = t->m;
-  p.k = t->k;
-  p.k_pad = t->k_pad;
   p.block = block;
-  p.chunks = t->chunks;
-  p.warps = t->warps;
-  p.x_dtype = static_cast<DType>(t->x_dtype);
   p.scale_dtype = static_cast<DType>(scale_dtype);
-  p.rule = static_cast<ScaleRule>(t->rule);
-  p.is_unsigned = t->is_unsigned != 0;
-  p.beside = t->beside != 0;
   return LaunchQuantizePublic(static_cast<Format>(format), p, nullptr);
 }
 
