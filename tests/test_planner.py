@@ -594,6 +594,11 @@ class RefusalTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             plan.solve(problem(), "sm_90", kernel="sm90_v1", **forced)
 
+    def test_lora_stages_without_a_low_rank_branch(self):
+        with self.assertRaisesRegex(ValueError, "lora_stages=2 without a low-rank branch"):
+            plan.solve(problem(rank=0), "sm_100", lora_stages=2)
+        self.assertEqual(plan.solve(problem(rank=0), "sm_100", lora_stages=0).lora_stages, 0)
+
     def test_nothing_fits_gives_the_account(self):
         """R=256 with two LoRA stages at the production tile asserts in the published kernel."""
         with self.assertRaises(plan.DoesNotFitError) as caught:
@@ -785,7 +790,7 @@ class PropertyTest(parameterized.TestCase):
                 self.assertIsNotNone(b)
                 self.assertLessEqual(cost(b, large), cost(a, small))
             choice = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
-            lora = design.lora_choices[0]
+            lora = design.lora_choices[0] if p.rank else 0
             a, b = (
                 try_solve(p, t, kernel=kernel, lora_stages=lora, **choice) for t in (small, large)
             )

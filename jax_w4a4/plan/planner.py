@@ -647,9 +647,13 @@ def _tiles(design: Design, problem: Problem, forced: dict[str, int]) -> list[tup
 
 
 def _lora_choices(design: Design, problem: Problem, forced: dict[str, int]) -> tuple[int, ...]:
-    if problem.rank == 0:
-        return (0,)
     asked = forced.get("lora_stages")
+    if problem.rank == 0:
+        if asked:
+            raise ValueError(
+                f"jax_w4a4.plan: lora_stages={asked} without a low-rank branch; expected rank > 0"
+            )
+        return (0,)
     if asked is None:
         return design.lora_choices
     if len(design.lora_choices) == 1 and design.code and asked not in design.lora_choices:
