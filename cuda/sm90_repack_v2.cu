@@ -49,14 +49,32 @@ __device__ __forceinline__ uint32_t LoadScale(const uint8_t* row, int block,
   return block < blocks ? __ldg(row + block) : 0;
 }
 
+__device__ __forceinline__ const uint8_t* PackedRow(const Args& args, int row) {
+  return args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+}
+
+// Block scales of one byte.
+__device__ __forceinline__ const uint8_t* ScaleRow(const Args& args, int row) {
+  return args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+}
+
+__device__ __forceinline__ uint4* ActRow(const Args& args, int row) {
+  return reinterpret_cast<uint4*>(
+      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+}
+
 // Thread (stage, step) writes the 32 bytes of one k-step: half 0, then half 1, in
 // each the four blocks q of the stage in turn.
+__device__ __forceinline__ void StoreStep(uint4* out, int i,
+                                          const uint32_t (&half)[2][4]) {
+  out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
+  out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+}
+
 __device__ __forceinline__ void RepackMxfp4(const Args& args, int row,
                                             int lane) {
-  const uint8_t* packed =
-      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
-  const uint8_t* scales =
-      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+  const uint8_t* packed = PackedRow(args, row);
+  const uint8_t* scales = ScaleRow(args, row);
   int largest = 0;
   for (int i = lane; i < args.scale_blocks; i += 32) {
     largest = max(largest, static_cast<int>(__ldg(scales + i)));
@@ -69,8 +87,7 @@ __device__ __forceinline__ void RepackMxfp4(const Args& args, int row,
             : sm90::power_of_two(sm90::fold_exponent(largest));
   }
   const E8m0RowFold fold(largest - sm90::kFoldSpan);
-  uint4* out = reinterpret_cast<uint4*>(
-      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  uint4* out = ActRow(args, row);
   for (int i = lane; i < 4 * args.stages; i += 32) {
     uint32_t half[2][4];
 #pragma unroll
@@ -82,8 +99,7 @@ __device__ __forceinline__ void RepackMxfp4(const Args& args, int row,
           fold.block(LoadScale(scales, block, args.scale_blocks));
       sm90::expand_e2m1_e5m2(word, table, half[0][q], half[1][q]);
     }
-    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
-    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+    StoreStep(out, i, half);
   }
 }
 
@@ -100,12 +116,9 @@ __device__ __forceinline__ uint32_t ExpandPair(uint32_t word,
 
 __device__ __forceinline__ void RepackNvfp4(const Args& args, int row,
                                             int lane) {
-  const uint8_t* packed =
-      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
-  const uint8_t* scales =
-      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
-  uint4* out = reinterpret_cast<uint4*>(
-      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  const uint8_t* packed = PackedRow(args, row);
+  const uint8_t* scales = ScaleRow(args, row);
+  uint4* out = ActRow(args, row);
   const E4m3RowFold fold(0);
   for (int i = lane; i < 4 * args.stages; i += 32) {
     const int step = i % 4;
@@ -126,8 +139,7 @@ __device__ __forceinline__ void RepackNvfp4(const Args& args, int row,
         half[1][q] = ExpandPair<3>(word, multiplier, nan);
       }
     }
-    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
-    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+    StoreStep(out, i, half);
   }
 }
 
@@ -146,10 +158,8 @@ __device__ __forceinline__ uint32_t RoundE4m3(uint32_t codes, float scale) {
 
 __device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
                                                    int lane) {
-  const uint8_t* packed =
-      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
-  const uint8_t* scales =
-      args.scales + static_cast<int64_t>(row) * args.scale_blocks;
+  const uint8_t* packed = PackedRow(args, row);
+  const uint8_t* scales = ScaleRow(args, row);
   uint32_t largest = 0;
   for (int i = lane; i < args.scale_blocks; i += 32) {
     largest = max(largest, __ldg(scales + i) & 0x7Fu);
@@ -161,8 +171,7 @@ __device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
                                             : sm90::power_of_two(exponent);
   }
   const float inverse = sm90::power_of_two(-exponent);
-  uint4* out = reinterpret_cast<uint4*>(
-      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  uint4* out = ActRow(args, row);
   for (int i = lane; i < 4 * args.stages; i += 32) {
     const int step = i % 4;
     uint32_t half[2][4];
@@ -176,8 +185,7 @@ __device__ __forceinline__ void RepackNvfp4Rounded(const Args& args, int row,
       half[0][q] = RoundE4m3(word, scale);
       half[1][q] = RoundE4m3(word >> 16, scale);
     }
-    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
-    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+    StoreStep(out, i, half);
   }
 }
 
@@ -193,14 +201,12 @@ __device__ __forceinline__ uint32_t SpreadNibbles(uint32_t half_word,
 
 __device__ __forceinline__ void RepackInt4(const Args& args, int row,
                                            int lane) {
-  const uint8_t* packed =
-      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const uint8_t* packed = PackedRow(args, row);
   if (lane == 0) {
     args.token_scale[row] =
         Flush(LoadElement(args.scales, row, args.rows.scale_dtype));
   }
-  uint4* out = reinterpret_cast<uint4*>(
-      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  uint4* out = ActRow(args, row);
   const int blocks = args.packed_pitch / 16;
   for (int i = lane; i < 4 * args.stages; i += 32) {
     uint32_t half[2][4];
@@ -210,8 +216,7 @@ __device__ __forceinline__ void RepackInt4(const Args& args, int row,
       half[0][q] = SpreadNibbles(word & 0xFFFFu, args.is_unsigned);
       half[1][q] = SpreadNibbles(word >> 16, args.is_unsigned);
     }
-    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
-    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+    StoreStep(out, i, half);
   }
 }
 
@@ -235,15 +240,13 @@ __device__ __forceinline__ uint32_t IntegersE4m3(uint32_t half_word,
 // A step takes its words from one half of a stage: the groups may be that small.
 __device__ __forceinline__ void RepackInt4Groups(const Args& args, int row,
                                                  int lane) {
-  const uint8_t* packed =
-      args.packed + static_cast<int64_t>(row) * args.packed_pitch;
+  const uint8_t* packed = PackedRow(args, row);
   const int64_t first = static_cast<int64_t>(row) * args.scale_blocks;
   for (int i = lane; i < args.scale_blocks; i += 32) {
     args.token_scale[i * args.token_pitch + row] =
         Flush(LoadElement(args.scales, first + i, args.rows.scale_dtype));
   }
-  uint4* out = reinterpret_cast<uint4*>(
-      args.act + static_cast<int64_t>(row) * args.stages * kGemmV2RowBytes);
+  uint4* out = ActRow(args, row);
   const int blocks = args.packed_pitch / 8;
   for (int i = lane; i < 4 * args.stages; i += 32) {
     const int step = i % 4;
@@ -255,8 +258,7 @@ __device__ __forceinline__ void RepackInt4Groups(const Args& args, int row,
       half[0][q] = IntegersE4m3(word & 0xFFFFu, args.is_unsigned);
       half[1][q] = IntegersE4m3(word >> 16, args.is_unsigned);
     }
-    out[2 * i] = make_uint4(half[0][0], half[0][1], half[0][2], half[0][3]);
-    out[2 * i + 1] = make_uint4(half[1][0], half[1][1], half[1][2], half[1][3]);
+    StoreStep(out, i, half);
   }
 }
 

@@ -99,6 +99,12 @@ def predicated(ins: Instr) -> Callable[[Warp, Group], Any] | None:
     return lanes_of
 
 
+def active_lanes(w: Warp, g: Group, lanes_of: Callable[[Warp, Group], Any] | None) -> Any:
+    """Indices of the lanes of a group that execute; lanes_of is what predicated returned."""
+    p = g.lanes() if lanes_of is None else lanes_of(w, g)
+    return np.arange(32) if p is None else np.flatnonzero(p)
+
+
 class Code:
     """A kernel, made executable when it is first launched or checked."""
 

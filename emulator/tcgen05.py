@@ -8,7 +8,7 @@ import numpy as np
 
 from emulator import tmem
 from emulator.barriers import find
-from emulator.compile import Node, address_getter, getter, node, predicated
+from emulator.compile import Node, active_lanes, address_getter, getter, node, predicated
 from emulator.errors import ProtocolError, UnknownOpcodeError
 from emulator.ptx import Instr, Mem, Vec
 from emulator.races import Clocks
@@ -192,8 +192,7 @@ def _relinquish(ins: Instr) -> Node:
 
 def _one_lane(w: Warp, g: Group, lanes_of: Any) -> int | None:
     """The one lane that issues; None if the predicate holds for no lane."""
-    p = g.lanes() if lanes_of is None else lanes_of(w, g)
-    active = np.arange(32) if p is None else np.flatnonzero(p)
+    active = active_lanes(w, g, lanes_of)
     if len(active) > 1:
         raise ProtocolError(f"{len(active)} lanes issue a tcgen05 instruction meant for one")
     return int(active[0]) if len(active) else None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from emulator import memory, tensormap
-from emulator.compile import Node, address_getter, getter, node, predicated
+from emulator.compile import Node, active_lanes, address_getter, getter, node, predicated
 from emulator.errors import (
     OutOfBoundsError,
     ProtocolError,
@@ -261,11 +261,6 @@ def _targets(w: Warp, dst: int, bar: int, mask: int | None, pair: bool, size: in
     return out
 
 
-def _one_lane(w: Warp, g: Group, lanes_of: Any):
-    p = g.lanes() if lanes_of is None else lanes_of(w, g)
-    return range(32) if p is None else np.flatnonzero(p)
-
-
 @node("cp")
 def _cp(ins: Instr) -> Node:
     if ins.parts[1:3] != ("async", "bulk"):
@@ -314,7 +309,7 @@ def _tensor_load(ins: Instr) -> Node:
     def load(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
-        for lane in _one_lane(w, g, lanes_of):
+        for lane in active_lanes(w, g, lanes_of):
             tensor = load_map(w, int(map_of(w)[lane]))
             coords = [int(c(w)[lane]) for c in coords_of]
             found, view, inside, outside = _window(w, tensor, coords)
@@ -352,7 +347,7 @@ def _bulk_load(ins: Instr) -> Node:
     def load(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
-        for lane in _one_lane(w, g, lanes_of):
+        for lane in active_lanes(w, g, lanes_of):
             size, src = int(size_of(w)[lane]), int(src_of(w)[lane])
             if size % 16 or src % 16 or not size:
                 raise OutOfBoundsError(f"bulk copy of {size} bytes from {src:#x}")
@@ -388,7 +383,7 @@ def _tensor_store(ins: Instr) -> Node:
     def store(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
-        for lane in _one_lane(w, g, lanes_of):
+        for lane in active_lanes(w, g, lanes_of):
             tensor = load_map(w, int(map_of(w)[lane]))
             coords = [int(c(w)[lane]) for c in coords_of]
             found, view, inside, outside = _window(w, tensor, coords)
@@ -422,7 +417,7 @@ def _bulk_store(ins: Instr) -> Node:
     def store(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
-        for lane in _one_lane(w, g, lanes_of):
+        for lane in active_lanes(w, g, lanes_of):
             size, dst = int(size_of(w)[lane]), int(dst_of(w)[lane])
             _, offset = w.cluster.resolve(w, int(src_of(w)[lane]), False, "store's source")
             if size % 16 or dst % 16 or offset % 16 or not size:
@@ -459,7 +454,7 @@ def _commit(ins: Instr) -> Node:
     def commit(w: Warp, g: Group) -> None:
         w.executed += 1
         g.pc += 1
-        for lane in _one_lane(w, g, lanes_of):
+        for lane in active_lanes(w, g, lanes_of):
             if w.bulk and lane in w.bulk:
                 w.bulk[lane].commit()
 
@@ -473,7 +468,8 @@ def _wait_group(ins: Instr) -> Node:
     lanes_of = predicated(ins)
 
     def wait(w: Warp, g: Group) -> None:
-        states = [w.bulk[lane] for lane in _one_lane(w, g, lanes_of) if w.bulk and lane in w.bulk]
+        lanes = active_lanes(w, g, lanes_of)
+        states = [w.bulk[lane] for lane in lanes if w.bulk and lane in w.bulk]
         groups = [group for state in states for group in state.pending(keep)]
 
         def complete() -> bool:
