@@ -3,21 +3,18 @@
 Where a ring can lock up or hand over the wrong slot: every combination of tiles per CTA (none for
 some clusters, one, two, many), K blocks (one, fewer than the stages, as many, one more, many),
 cluster width and low-rank chunks (none, one, many), for each format and ring depth. Results land in
-poisoned buffers and are compared with an fp32 product of the same quantized operands. If no corner
-finishes for a while, the watchdog names those that were running and ends the process.
+poisoned buffers and are compared with an fp32 product of the same quantized operands. If a corner's
+result does not come for a while, the watchdog names it and ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -28,7 +25,14 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import gpu_parity  # noqa: E402
-from gpu_parity import Cell, Poisoned, make_weight, operands_of, solve  # noqa: E402
+from gpu_parity import (  # noqa: E402
+    Cell,
+    Poisoned,
+    in_processes,
+    make_weight,
+    operands_of,
+    solve,
+)
 
 from jax_w4a4 import primitives, reference  # noqa: E402
 
@@ -114,48 +118,32 @@ def run(corner: Corner) -> str | None:
     return None if worst < 0.02 else f"a cell is off by {worst:.3g} of its size"
 
 
-class Watchdog:
-    """Ends the process when nothing finished for `WATCHDOG_S`."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-        self.running: set[Corner] = set()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(1.0)
-            if time.monotonic() - self.last > WATCHDOG_S:
-                print(f"HUNG: nothing finished for {WATCHDOG_S} s; running:", flush=True)
-                for corner in tuple(self.running):
-                    print(f"  {corner}", flush=True)
-                os._exit(3)
-
-    def __call__(self, corner: Corner) -> str | None:
-        self.running.add(corner)
-        try:
-            return run(corner)
-        except Exception as error:  # one broken corner must not hide the others
-            return f"{type(error).__name__}: {error}"
-        finally:
-            self.running.discard(corner)
-            self.last = time.monotonic()
+def run_safely(corner: Corner) -> str | None:
+    """`run`; one broken corner must not hide the others."""
+    try:
+        return run(corner)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=8, help="corners being compiled at once")
+    parser.add_argument("--jobs", type=int, default=8, help="processes")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     todo = list(corners(tuple(args.formats)))
-    started, watched = time.time(), Watchdog()
-    failed = []
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for corner, problem in zip(todo, pool.map(watched, todo), strict=True):
+    started, finished, failed = time.time(), 0, []
+    try:
+        for problem in in_processes(run_safely, todo, args.jobs, WATCHDOG_S):
+            corner = todo[finished]
+            finished += 1
             if problem is not None:
                 failed.append({**dataclasses.asdict(corner), "problem": problem})
                 print(f"FAILED {corner}: {problem}", flush=True)
+    except TimeoutError:
+        print(f"HUNG: nothing came for {WATCHDOG_S} s of {todo[finished]}", flush=True)
+        return 3
     seconds = round(time.time() - started, 1)
     print(f"{len(todo)} corners, {len(failed)} failed, none hung, {seconds} s")
     if args.json:
