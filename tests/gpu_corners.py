@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -132,6 +133,8 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
+    # Most of the time would go into trying tiles for the fp32 product, shape after shape.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     todo = list(corners(tuple(args.formats)))
     started, finished, failed = time.time(), 0, []
     try:
