@@ -5,14 +5,17 @@ import pathlib
 import sys
 import tempfile
 from unittest import mock
+from xml.etree import ElementTree
 
+import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 
 # At the end: the installed package must win over the source tree beside bench/.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 import jax_w4a4  # noqa: E402
 from bench import __main__ as bench_main  # noqa: E402
-from bench import accounting, accuracy, cases, shapes, summary, timing  # noqa: E402
+from bench import accounting, accuracy, cases, decode, plot, shapes, summary, timing  # noqa: E402
 from jax_w4a4 import plan  # noqa: E402
 
 
@@ -150,6 +153,37 @@ class AccuracyTest(parameterized.TestCase):
         with mock.patch.object(jax_w4a4, "matmul", lambda x, w: original(x, w) * 1.03125):
             row = accuracy.measure(NVFP4, "gaussian", 32, 256, 32)
         self.assertGreater(row["error"], 0.03)
+
+
+class DecodeTest(parameterized.TestCase):
+    """The stack of layers keeps its buffers, and the picture shows every point."""
+
+    def test_results_land_where_the_last_ones_lay(self):
+        chain = decode.stack(lambda x, w: x @ w, [(jnp.ones((8, 64)), jnp.eye(64))] * 3)
+        first = [y.unsafe_buffer_pointer() for y in chain.enqueue()]
+        again = chain.enqueue()
+        self.assertEqual(first, [y.unsafe_buffer_pointer() for y in again])
+        np.testing.assert_array_equal(again[2], np.ones((8, 64)))
+
+    def test_stacks_exceed_the_cache(self):
+        for k, n in decode.LAYERS:
+            layers = decode.layers_of(shapes.Shape(1, k, n, 32))
+            self.assertGreaterEqual(layers, 16)
+            self.assertGreater(layers * k * n * 17 / 32, 3 * 60e6)
+
+    def test_run_and_picture(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            arguments = ["--shapes", "64x128", "--rows", "1", "4", "--rounds", "1"]
+            with mock.patch.object(decode, "layers_of", lambda _: 2):
+                self.assertEqual(decode.main([*arguments, "--json", str(path)]), 0)
+            result = json.loads(path.read_text())
+        self.assertEqual({row["m"] for row in result["rows"]}, {1, 4})
+        self.assertIn("matmul mxfp4", {row["route"] for row in result["rows"]})
+        picture = ElementTree.fromstring(plot.draw(result))
+        lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
+        self.assertLen(lines, len({row["route"] for row in result["rows"]}))
+        self.assertTrue(all(len(line.get("points").split()) == 2 for line in lines))
 
 
 if __name__ == "__main__":
