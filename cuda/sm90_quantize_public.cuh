@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
       quantize_fp4<kFormat, kChunks, kWarps>(args, x, token, at);
     }
   }
-  if (args.wait) grid_dependency_wait();
+  end_after_launch_beside(args);
 }
 
 }  // namespace jax_w4a4::sm90

@@ -26,7 +26,7 @@ struct TokenArgs {
   DType scale_dtype;  // int4
   bool floor_rule;    // mxfp4
   bool is_unsigned;   // int4
-  bool wait;          // for the launch before this one, which runs beside it
+  bool wait;          // end after the launch before this one, which runs beside it
 };
 
 // How x is read. kPlain: bf16 and neither smooth nor global scale. kAny: any dtype, with them.
@@ -361,6 +361,12 @@ constexpr int kQuantizeBlocks =
     (kChunks == 4 ? (kSource == Source::kPlain ? 1536 : 1024)
                   : (kSource == Source::kPlain ? 1024 : 512)) /
     kQuantizeThreads<kWarps>;
+
+// What follows waits for this launch only, so this one must end after the launch beside it. One CTA
+// sees to that, the last to start: if all did, the first of them would keep the others from their SMs.
+__device__ __forceinline__ void end_after_launch_beside(const TokenArgs& args) {
+  if (args.wait && blockIdx.x + 1 == gridDim.x) grid_dependency_wait();
+}
 
 // ---- host ----
 
