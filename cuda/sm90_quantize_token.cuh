@@ -134,6 +134,12 @@ __device__ __forceinline__ uint32_t pack_e4m3(const float* v) {
   return d;
 }
 
+__device__ __forceinline__ uint32_t pack_f16(float lo, float hi) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(d) : "f"(lo), "f"(hi));
+  return d;
+}
+
 // Rounds to integers: adding 1.5 * 2^23 leaves them, as two's complement, in the low byte.
 __device__ __forceinline__ uint32_t pack_s8(const float* v) {
   uint32_t b[4];
