@@ -82,6 +82,8 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
     args.token_scale[token] = largest == kNanScale ? __int_as_float(kFloatNan)
                                                    : power_of_two(fold_exponent(largest));
   }
+  // The floor rule and Inf, whose scale is the largest, leave the range of the codes.
+  const bool outside = args.floor_rule || largest >= kLargestScale;
   // In two factors where one would overflow: the largest block scale is below 2^-114.
   const int exponent = 127 - base - kFoldBias;
   const float factor = power_of_two(min(exponent, 127));
@@ -101,10 +103,13 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
     const float scale = flushed ? 0.0f : factor;
     float r[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      // Clamped: the floor rule and Inf leave the range.
-      r[j] = round_e2m1(clamp(multiply_flush(v[j], scale), -6.0f * unit, 6.0f * unit), unit);
+    for (int j = 0; j < 8; ++j) r[j] = multiply_flush(v[j], scale);
+    if (outside) {
+#pragma unroll
+      for (float& f : r) f = clamp(f, -6.0f * unit, 6.0f * unit);
     }
+#pragma unroll
+    for (float& f : r) f = round_e2m1(f, unit);
     const int c = chunk_of<kWarps>(at, i);
     store_8bit(out + c / 16 * 128, pack_e5m2(r), pack_e5m2(r + 4), at.lane, c / 16 < args.groups);
   }
@@ -184,8 +189,7 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
     if (past_end<kWarps>(args, at, i)) break;
     float v[8];
     x.get(i, v);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = codes(v[j]);
+    codes(v);
     const int c = chunk_of<kWarps>(at, i);
     store_8bit(out + c / 16 * 128, pack_s8(v), pack_s8(v + 4), at.lane, c / 16 < args.groups);
   }
@@ -214,8 +218,9 @@ __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args,
     const Int4Codes codes(scale, args.is_unsigned);
     float v[8];
     x.get(i, v);
+    codes(v);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = rintf(codes(v[j]));
+    for (float& f : v) f = (f + kRound) - kRound;
     store_8bit<true>(out + c / 16 * 128, pack_e4m3(v), pack_e4m3(v + 4), at.lane,
                      c / 16 < args.groups);
   }
@@ -233,7 +238,8 @@ __device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args,
     uint32_t amax = __float_as_uint(x.largest(i, args.is_unsigned));
 #pragma unroll
     for (int d = 1; d < 16; d *= 2) {
-      if (d < args.block_lanes) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, d));
+      // Without a branch: a lane is its own neighbour past the block's end.
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, d < args.block_lanes ? d : 0));
     }
     scales[i] = Flush(ChooseInt4Scale(amax, args.is_unsigned, args.scale_dtype).factor);
     largest = max(largest, __float_as_uint(scales[i]));
@@ -254,11 +260,14 @@ __device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args,
     const float factor = __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
     float v[8];
     x.get(i, v);
+    codes(v);
+    // (code + kRound) * factor - kRound * factor, exact: 15 bits.
+    const float offset = kRound * factor;
+#pragma unroll
+    for (float& f : v) f = fmaf(f + kRound, factor, -offset);
     uint32_t words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      words[j] = pack_f16(rintf(codes(v[j])) * factor, rintf(codes(v[j + 4])) * factor);
-    }
+    for (int j = 0; j < 4; ++j) words[j] = pack_f16(v[j], v[j + 4]);
     const int c = chunk_of<kWarps>(at, i);
     store_16bit(out + c / 8 * 128, words, at.lane, c / 8 < args.groups);
   }
