@@ -36,6 +36,7 @@ LAYERS = (
     Layer("nvfp4", {"format": "nvfp4"}),
     Layer("nvfp4 fastest", {"format": "nvfp4"}, {"precision": "fastest"}),
     Layer("int4", {"format": "int4"}),
+    Layer("int4 highest", {"format": "int4"}, {"precision": "highest"}),
     Layer("int4 per row", {"format": "int4", "block_size": None}),
 )
 

@@ -452,6 +452,7 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.weight = WeightRows(b, w);
   p.m = Dim(b.act, 0);
   p.k_pad = static_cast<int>(spec.k_pad);
+  p.block = static_cast<int>(spec.block_size);
   p.is_unsigned = spec.act_unsigned != 0;
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   W4A4_CUDA(LaunchRepackV2(plan.V2Path(), p, stream));
@@ -520,6 +521,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
+  p.block = static_cast<int>(spec.block_size);
   p.weight = WeightRows(b, w);
   W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
   return Error::Success();
@@ -543,6 +545,7 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.stages = static_cast<int>(plan.main_stages);
   p.group_m = static_cast<int>(plan.group_m);
   p.promote_k = static_cast<int>(plan.promote_k);
+  p.block = static_cast<int>(spec.block_size);
   p.scale_dtype = ToDType(b.weight_scale.element_type());
   p.smem = GetGemmV2Smem(plan);
 

@@ -111,12 +111,18 @@ W4A4_HD float DecodeE8m0(uint32_t byte) {
 }
 
 W4A4_HD float DecodeF16(uint32_t half) {
+#ifdef __CUDA_ARCH__
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(half)));
+  return x;
+#else
   const uint32_t sign = (half & 0x8000u) << 16;
   const uint32_t magnitude = (half & 0x7FFFu) << 13;
   if ((half & 0x7C00u) == 0x7C00u) {  // Inf and NaN keep their fraction
     return BitsFloat(sign | kInfBits | (magnitude & 0x007FFFFFu));
   }
   return MulRn(BitsFloat(sign | magnitude), 0x1p112f);
+#endif
 }
 
 W4A4_HD float DecodeBf16(uint32_t bits) { return BitsFloat(bits << 16); }
@@ -151,10 +157,16 @@ W4A4_HD uint32_t EncodeE4m3(float t) {
 W4A4_HD uint32_t EncodeF16(float t) {
   const uint32_t bits = FloatBits(t);
   if (bits > kInfBits) return 0x7E00u;
+#ifdef __CUDA_ARCH__
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(t));
+  return half;
+#else
   if (bits < 0x38800000u) {  // below 2^-14: steps of 2^-24
     return static_cast<uint32_t>(rintf(MulRn(t, 0x1p24f)));
   }
   return (RoundBitsToEven(bits, 13) - 0x38000000u) >> 13;
+#endif
 }
 
 // Round to nearest even, t normal or zero and below the bf16 maximum, or NaN.

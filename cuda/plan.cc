@@ -126,7 +126,10 @@ bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
     case GemmV2Path::kInt4Group64:
     case GemmV2Path::kInt4Group128:
       return s.format == static_cast<int64_t>(Format::kInt4) &&
-             s.block_size == GemmV2Block(path);
+             s.block_size * GemmV2StageGroups(path) == 128;
+    case GemmV2Path::kInt4Scaled:
+      return s.format == static_cast<int64_t>(Format::kInt4) &&
+             s.block_size <= 128;
   }
   return false;
 }

@@ -268,4 +268,75 @@ __device__ __forceinline__ uint32_t expand_e2m1_bf16(uint32_t word, uint32_t mul
   return multiply_bf16x2((magnitude & 0x01C001C0u) | (sign & 0x80008000u), multiplier);
 }
 
+// ---- int4 times its block scale as fp16 ----
+//
+// A row's scales are divided by a power of two, its `power`, that brings the largest into
+// [2^kScaledTop, 2^(kScaledTop + 1)): 15 times it is below fp16's largest, and a scale keeps its 11
+// bits down to 2^-25 of it. The quotient is rounded to fp16, and so is its product with the code.
+
+constexpr int kScaledTop = 11;
+
+// log2 of the power of a row whose largest scale has these fp32 bits; its reciprocal is finite too.
+__device__ __forceinline__ int scaled_exponent(uint32_t largest) {
+  return max(static_cast<int>(largest >> 23) - 127 - kScaledTop, -126);
+}
+
+// Two fp16 copies of scale / power.
+__device__ __forceinline__ uint32_t scaled_f16x2(float scale, float inverse_power) {
+  uint32_t d;
+  asm("{\n"
+      ".reg .f32 quotient;\n"
+      "mul.rn.ftz.f32 quotient, %1, %2;\n"
+      "cvt.rn.f16x2.f32 %0, quotient, quotient;\n"
+      "}\n"
+      : "=r"(d)
+      : "f"(scale), "f"(inverse_power));
+  return d;
+}
+
+// A block's multiplier from the bits of its scale, whose dtype is known at run time only.
+class ScaledRowFold {
+ public:
+  // `inverse_power`: its fp32 bits. `left`: bits to shift a scale left to make it fp32, unless it is
+  // fp16 (`half`).
+  __device__ __forceinline__ ScaledRowFold(int inverse_power, int left, bool half)
+      : inverse_(inverse_power), left_(left), half_(half) {}
+
+  template <int kPart = 0>
+  __device__ __forceinline__ uint32_t block(uint32_t scale) const {
+    const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(scale)));
+    return scaled_f16x2(half_ ? half : __uint_as_float(scale << left_), __int_as_float(inverse_));
+  }
+
+ private:
+  int inverse_, left_;
+  bool half_;
+};
+
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Nibbles kFirst and kFirst + 4 of a word, two's complement, to an fp16 pair times the multiplier. A
+// nibble v with its sign flipped is v + 8 in the mantissa of 1024, or 16 (v + 8) one nibble further
+// up; what is subtracted leaves v, exactly.
+template <int kFirst>
+__device__ __forceinline__ uint32_t expand_s4_f16(uint32_t word, uint32_t multiplier) {
+  if (kFirst >= 2) word >>= 8;
+  uint32_t codes;
+  if (kFirst % 2 == 0) {
+    asm("add.rn.f16x2 %0, %1, %2;"
+        : "=r"(codes)
+        : "r"((word & 0x000F000Fu) ^ 0x64086408u), "r"(0xE408E408u));  // -1032
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;"
+        : "=r"(codes)
+        : "r"((word & 0x00F000F0u) ^ 0x64806480u), "r"(0x2C002C00u),  // 1 / 16
+          "r"(0xD480D480u));                                          // -72
+  }
+  return multiply_f16x2(codes, multiplier);
+}
+
 }  // namespace jax_w4a4::sm90

@@ -101,8 +101,8 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
   a.m = static_cast<int>(p.m);
   a.n = static_cast<int>(p.n);
   a.k_blocks = CeilDiv(p.k_pad, stage_k);
-  a.scale_blocks =
-      GemmV2Block(path) == 0 ? 0 : p.k_pad / GemmV2Block(path);
+  a.scale_blocks = p.k_pad / p.block;
+  for (a.group_shift = 0; p.block >> a.group_shift > 1;) ++a.group_shift;
   a.token_pitch = GemmV2TokenPitch(p.m, tile_m);
   a.scale_shift = p.scale_dtype == DType::kF32 ? 2 : 1;
   a.scale_left = p.scale_dtype == DType::kF32 ? 0 : 16;
@@ -131,7 +131,7 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
   const auto swizzle_64 = CU_TENSOR_MAP_SWIZZLE_64B;
   const int width = GemmV2ElementBytes(path);
   const Matrix act = {p.act, p.m, int64_t{a.k_blocks} * stage_k,
-                      width == 1 ? u8 : bf16, width};
+                      width == 1 ? u8 : bf16, width};  // fp16 moves as bf16 does
   TensorMaps maps;
   maps.Encode("packed", &a.weight, {p.weight, p.n, p.k_pad / 2, u8, 1},
               kGemmV2TileN, stage_k / 2, CU_TENSOR_MAP_SWIZZLE_NONE);

@@ -51,8 +51,9 @@ struct GemmV2Args {
   int m, n;
   int k_blocks;      // stages of K per tile
   int scale_blocks;  // block scales per weight row
-  // kStageGroups > 0 only.
-  int64_t token_pitch;  // from one group's token scales to the next
+  int64_t token_pitch;  // kStageGroups > 0: from one group's token scales to the next
+  // Int4 with block scales only.
+  int group_shift;      // log2 of the K elements of a block, Int4Scaled
   int scale_shift;      // log2 of the bytes of a weight scale
   int scale_left;       // bits to shift it left to make it fp32
   int scale_half;       // it is fp16
@@ -161,7 +162,8 @@ __device__ __forceinline__ void load(const GemmV2Args& args, uint32_t smem, Ring
 // What a thread knows about one of its two weight rows (g and g + 8) of a tile.
 struct Row {
   RowInputs inputs;
-  uint32_t scales;        // where in weight_scales this lane's bytes of the next stage are
+  uint32_t scales;        // where in weight_scales this lane's bytes of the next stage are; int4: the
+                          // row's first scale, counted in scales
   uint32_t scale;         // their value for the stage about to be expanded
   uint32_t next;          // and for the one after it, unless kPromote, which has no register left
 };
@@ -202,6 +204,30 @@ __device__ __forceinline__ RowInputs load_row_inputs(const GemmV2Args& args, int
   return v;
 }
 
+// The bits of a row's scale of a group, which args.weight_scales holds as fp16, bf16 or fp32.
+__device__ __forceinline__ uint32_t load_group_scale(const GemmV2Args& args, uint32_t index) {
+  uint32_t bits;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.eq.s32 p, %2, 2;\n"
+      "@p ld.global.nc.b32 %0, [%1];\n"
+      "@!p ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(bits)
+      : "l"(args.weight_scales + (static_cast<uint64_t>(index) << args.scale_shift)),
+        "r"(args.scale_shift));
+  return bits;
+}
+
+// The same of a lane's values of a stage. Past K the last scale stands in: the codes there are zero.
+template <class Format>
+__device__ __forceinline__ uint32_t load_lane_scale(const GemmV2Args& args, const Row& row,
+                                                    int stage, int q) {
+  const int block = (stage * Format::kStageK + q * (Format::kStageK / 4)) >> args.group_shift;
+  return load_group_scale(args, row.scales + min(block, args.scale_blocks - 1));
+}
+
 template <class Format>
 __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q) {
   const int r = min(index, args.n - 1);
@@ -210,7 +236,10 @@ __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q
   const int first = q * Format::kStageScales / 4;
   row.scales = static_cast<uint32_t>(r) * args.scale_blocks + first;
   row.scale = 0;
-  if constexpr (Format::kStageScales > 0) {
+  if constexpr (Format::kRuntimeBlock) {
+    row.scale = load_lane_scale<Format>(args, row, 0, q);
+    row.next = load_lane_scale<Format>(args, row, 1, q);
+  } else if constexpr (Format::kStageScales > 0) {
     next_scale<Format>(args, row, row.scale, first < args.scale_blocks);
     if constexpr (!Format::kPromote) {
       row.next = row.scale;
@@ -224,7 +253,13 @@ __device__ __forceinline__ Row load_row(const GemmV2Args& args, int index, int q
 // last MMA of a stage must have been asked for a whole stage before.
 template <class Format>
 __device__ __forceinline__ void next_scales(const GemmV2Args& args, Row (&rows)[2], int kb, int q) {
-  if constexpr (Format::kStageScales > 0) {
+  if constexpr (Format::kRuntimeBlock) {
+#pragma unroll
+    for (Row& row : rows) {
+      row.scale = row.next;
+      row.next = load_lane_scale<Format>(args, row, kb + 2, q);
+    }
+  } else if constexpr (Format::kStageScales > 0) {
     constexpr int kAhead = Format::kPromote ? 1 : 2;
     const int first = q * Format::kStageScales / 4;
     const bool inside = (kb + kAhead) * Format::kStageScales < args.scale_blocks - first;
@@ -236,6 +271,16 @@ __device__ __forceinline__ void next_scales(const GemmV2Args& args, Row (&rows)[
   }
 }
 
+template <class Format>
+__device__ __forceinline__ typename Format::RowFold row_fold(const GemmV2Args& args,
+                                                             const Row& row) {
+  if constexpr (Format::kRuntimeBlock) {
+    return {row.inputs.base, args.scale_left, args.scale_half != 0};
+  } else {
+    return typename Format::RowFold(row.inputs.base);
+  }
+}
+
 // The K loop of one tile: expand, MMA, release. Leaves the last stage's MMAs in flight.
 // Four fragment buffers and two MMAs in flight: a stage's MMAs are known to be complete one k-step
 // into the next stage plus the wait, which is where its slot is released.
@@ -244,8 +289,8 @@ __device__ __forceinline__ void mma(const GemmV2Args& args, uint32_t smem, const
                                     RingState& stage, float (&acc)[kTileM / 2], Row (&rows)[2],
                                     uint32_t thread_weight, int q, uint32_t lane) {
   uint32_t a[4][4];
-  const typename Format::RowFold fold0(rows[0].inputs.base);
-  const typename Format::RowFold fold1(rows[1].inputs.base);
+  const auto fold0 = row_fold<Format>(args, rows[0]);
+  const auto fold1 = row_fold<Format>(args, rows[1]);
   // What a block's scale becomes is worked out under the MMA before the one that needs it.
   auto block0 = fold0.template block<0>(rows[0].scale);
   auto block1 = fold1.template block<0>(rows[1].scale);
@@ -300,8 +345,8 @@ __device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t sm
 #pragma unroll
   for (int i = 0; i < kTileM / 2; ++i) total[i] = acc[i] = 0.0f;
   uint32_t a[2][4];
-  const typename Format::RowFold fold0(rows[0].inputs.base);
-  const typename Format::RowFold fold1(rows[1].inputs.base);
+  const auto fold0 = row_fold<Format>(args, rows[0]);
+  const auto fold1 = row_fold<Format>(args, rows[1]);
   int previous = 0;
   int kb = 0;
   do {
@@ -341,22 +386,6 @@ __device__ __forceinline__ void mma_promoted(const GemmV2Args& args, uint32_t sm
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) total[i] += acc[i];
   } while (kb < args.k_blocks);
-}
-
-// The bits of a row's scale of a group, which args.weight_scales holds as fp16, bf16 or fp32.
-__device__ __forceinline__ uint32_t load_group_scale(const GemmV2Args& args, uint32_t index) {
-  uint32_t bits;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.eq.s32 p, %2, 2;\n"
-      "@p ld.global.nc.b32 %0, [%1];\n"
-      "@!p ld.global.nc.u16 %0, [%1];\n"
-      "}\n"
-      : "=r"(bits)
-      : "l"(args.weight_scales + (static_cast<uint64_t>(index) << args.scale_shift)),
-        "r"(args.scale_shift));
-  return bits;
 }
 
 __device__ __forceinline__ float decode_group_scale(const GemmV2Args& args, uint32_t bits) {
@@ -708,6 +737,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 struct Mxfp4 {
   using Accumulator = float;
   static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = false;
   static constexpr MmaKind kMma = MmaKind::kE5m2E5m2;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;  // per row and stage
@@ -744,6 +774,7 @@ struct Mxfp4Promoted : Mxfp4 {
 struct Nvfp4 {
   using Accumulator = float;
   static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = false;
   static constexpr MmaKind kMma = MmaKind::kBf16;
   static constexpr int kStageK = 64;
   static constexpr int kWeightBytes = 32;
@@ -777,6 +808,7 @@ struct Nvfp4 {
 struct Nvfp4Rounded {
   using Accumulator = float;
   static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = false;
   static constexpr MmaKind kMma = MmaKind::kE4m3E4m3;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
@@ -806,6 +838,7 @@ struct Nvfp4Rounded {
 struct Int4Row {
   using Accumulator = int;
   static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = false;
   static constexpr MmaKind kMma = MmaKind::kS8;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;
@@ -831,11 +864,47 @@ struct Int4Row {
   }
 };
 
+// int4 with a scale per block of 32, 64 or 128 on both sides, each code times its scale rounded to
+// fp16 (sm90_expand.cuh).
+struct Int4Scaled {
+  using Accumulator = float;
+  static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = true;
+  static constexpr MmaKind kMma = MmaKind::kF16;
+  static constexpr int kStageK = 64;
+  static constexpr int kWeightBytes = 32;
+  static constexpr int kLaneBytes = 8;
+  static constexpr int kStageScales = 0;
+  static constexpr int kLaneBlocks = 1;
+  static constexpr int kStageGroups = 0;
+  static constexpr bool kTokenScale = true;
+  using RowFold = ScaledRowFold;
+
+  static __device__ __forceinline__ uint2 load_packed(uint32_t address) {
+    return load_shared_v2(address);
+  }
+  static __device__ __forceinline__ void expand(const uint2& packed, int step, uint32_t multiplier,
+                                                uint32_t& half0, uint32_t& half1) {
+    const uint32_t word = step < 2 ? packed.x : packed.y;
+    if (step % 2 == 0) {
+      half0 = expand_s4_f16<0>(word, multiplier);
+      half1 = expand_s4_f16<1>(word, multiplier);
+    } else {
+      half0 = expand_s4_f16<2>(word, multiplier);
+      half1 = expand_s4_f16<3>(word, multiplier);
+    }
+  }
+  static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
+    return acc * row.scale_lo * token * row.scale_hi;
+  }
+};
+
 // int4 with a scale per group of 64 or 128 on both sides: integers as e4m3, whose sums over a group
 // fit what the FP8 tensor core keeps, and fp32 scales after each.
 template <int kGroup>
 struct Int4Group {
   static constexpr bool kPromote = false;
+  static constexpr bool kRuntimeBlock = false;
   static constexpr MmaKind kMma = MmaKind::kE4m3E4m3;
   static constexpr int kStageK = 128;
   static constexpr int kWeightBytes = 64;

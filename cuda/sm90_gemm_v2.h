@@ -34,42 +34,26 @@ enum class GemmV2Path : int {
   kInt4Row = 5,        // s8, one scale per row and token
   kInt4Group64 = 6,    // e4m3 integers, fp32 scales after each group
   kInt4Group128 = 7,
+  kInt4Scaled = 8,  // fp16, code * scale rounded
 };
-constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 7; }
+constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 8; }
 
 constexpr int GemmV2ElementBytes(GemmV2Path path) {
-  return path == GemmV2Path::kNvfp4 ? 2 : 1;
+  return path == GemmV2Path::kNvfp4 || path == GemmV2Path::kInt4Scaled ? 2 : 1;
 }
 constexpr int GemmV2TileK(GemmV2Path path) {
   return kGemmV2RowBytes / GemmV2ElementBytes(path);
 }
 // Whether each token has a scale of its own in the private activation layout.
 constexpr bool GemmV2TokenScale(GemmV2Path path) {
-  return path != GemmV2Path::kNvfp4 && path < GemmV2Path::kInt4Group64;
+  return path != GemmV2Path::kNvfp4 && path != GemmV2Path::kInt4Group64 &&
+         path != GemmV2Path::kInt4Group128;
 }
-// Groups of K in a stage, each with fp32 token scales in the slot; 0: none.
+// Groups of K in a stage of 128, each with fp32 token scales in the slot; 0: none.
 constexpr int GemmV2StageGroups(GemmV2Path path) {
   return path == GemmV2Path::kInt4Group64    ? 2
          : path == GemmV2Path::kInt4Group128 ? 1
                                              : 0;
-}
-// K elements per block scale that the main loop reads; 0: it reads none.
-constexpr int GemmV2Block(GemmV2Path path) {
-  switch (path) {
-    case GemmV2Path::kMxfp4:
-    case GemmV2Path::kMxfp4Promoted:
-      return 32;
-    case GemmV2Path::kNvfp4:
-    case GemmV2Path::kNvfp4Rounded:
-      return 16;
-    case GemmV2Path::kInt4Group64:
-      return 64;
-    case GemmV2Path::kInt4Group128:
-      return 128;
-    case GemmV2Path::kInt4Row:
-      return 0;
-  }
-  return 0;
 }
 // Bytes of a token in the private activation layout: whole stages.
 constexpr int64_t GemmV2ActBytes(GemmV2Path path, int64_t k_pad) {
@@ -84,7 +68,7 @@ constexpr int64_t GemmV2TokenPitch(int64_t m, int64_t tile_m) {
 constexpr int64_t GemmV2Tokens(GemmV2Path path, int64_t m, int64_t tile_m,
                                int64_t k_pad) {
   if (GemmV2StageGroups(path) > 0) {
-    return k_pad / GemmV2Block(path) * GemmV2TokenPitch(m, tile_m);
+    return k_pad * GemmV2StageGroups(path) / 128 * GemmV2TokenPitch(m, tile_m);
   }
   return GemmV2TokenScale(path) ? m + tile_m : 0;
 }
@@ -113,6 +97,7 @@ struct GemmV2Params {
   int stages;
   int group_m;
   int promote_k;  // kMxfp4Promoted only
+  int block;          // K elements per weight scale
   DType scale_dtype;  // of int4 groups
   GemmV2Smem smem;
 };

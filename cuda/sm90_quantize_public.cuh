@@ -136,8 +136,7 @@ __device__ __forceinline__ void quantize_int4(const QuantizePublicArgs& args, co
     const Int4Codes codes(scale, args.is_unsigned);
     float v[8];
     x.get(i, v);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = codes(v[j]);
+    codes(v);
     const int c = chunk_of<kWarps>(at, i);
     if (c < chunks) {
       args.packed[token * chunks + c] = scale.live ? encode_int4(v) : 0;
@@ -170,7 +169,7 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
       quantize_fp4<kFormat, kChunks, kWarps>(args, x, token, at);
     }
   }
-  if (args.wait) grid_dependency_wait();
+  end_after_launch_beside(args);
 }
 
 }  // namespace jax_w4a4::sm90

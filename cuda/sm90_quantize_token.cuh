@@ -26,7 +26,7 @@ struct TokenArgs {
   DType scale_dtype;  // int4
   bool floor_rule;    // mxfp4
   bool is_unsigned;   // int4
-  bool wait;          // for the launch before this one, which runs beside it
+  bool wait;          // end after the launch before this one, which runs beside it
 };
 
 // How x is read. kPlain: bf16 and neither smooth nor global scale. kAny: any dtype, with them.
@@ -71,6 +71,26 @@ __device__ __forceinline__ float reciprocal_flush(float a) {
   float d;
   asm("rcp.rn.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
   return d;
+}
+
+// v / divisor by way of 1 / divisor, rounded once. One step from the approximation rounds correctly
+// where no intermediate leaves the normal numbers, which the step's error tells.
+__device__ __forceinline__ void multiply_reciprocals(float (&v)[8], const float (&divisors)[8]) {
+  float inverse[8];
+  float worst = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[j]) : "f"(divisors[j]));
+    const float error = fmaf(-divisors[j], inverse[j], 1.0f);
+    worst = max_magnitude_nan(worst, error);
+    inverse[j] = fmaf(error, inverse[j], inverse[j]);
+  }
+  if (!(fabsf(worst) < 0x1p-20f)) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) inverse[j] = reciprocal_flush(divisors[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], inverse[j]);
 }
 
 // Rounds |u| <= 6 unit to e2m1 times unit, a power of two or zero: adding 2^(e + 22), e the exponent of
@@ -134,11 +154,19 @@ __device__ __forceinline__ uint32_t pack_e4m3(const float* v) {
   return d;
 }
 
-// Rounds to integers: adding 1.5 * 2^23 leaves them, as two's complement, in the low byte.
+__device__ __forceinline__ uint32_t pack_f16(float lo, float hi) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(d) : "f"(lo), "f"(hi));
+  return d;
+}
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
+
+// Rounds to integers, as two's complement in the low byte.
 __device__ __forceinline__ uint32_t pack_s8(const float* v) {
   uint32_t b[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] = __float_as_uint(v[i] + 12582912.0f);
+  for (int i = 0; i < 4; ++i) b[i] = __float_as_uint(v[i] + kRound);
   return prmt(prmt(b[0], b[1], 0x0040), prmt(b[2], b[3], 0x0040), 0x5410);
 }
 
@@ -249,8 +277,7 @@ __device__ __forceinline__ void load_token(const TokenArgs& args, int64_t token,
         const float4 s[2] = {__ldg(smooth), __ldg(smooth + 1)};
         const float divisors[8] = {s[0].x, s[0].y, s[0].z, s[0].w,
                                    s[1].x, s[1].y, s[1].z, s[1].w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], reciprocal_flush(divisors[j]));
+        multiply_reciprocals(v, divisors);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = multiply_flush(v[j], global);
@@ -294,9 +321,10 @@ __device__ __forceinline__ bool past_end(const TokenArgs& args, const Place& at,
   return 8 * (at.part * 32 + i * 32 * kWarps) >= args.k_layout;
 }
 
+constexpr int kLargestScale = 252;  // e8m0 byte; 6 times the scale is finite
+
 // The e8m0 byte of a block of four lanes, 0 for a block that quantizes to zero.
 __device__ __forceinline__ int block_scale_mxfp4(float amax, bool floor_rule) {
-  constexpr int kLargestScale = 252;  // so that 6 times the scale is finite
   constexpr int kNan = 255;
   amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
   amax = fabsf(max_magnitude_nan(amax, __shfl_xor_sync(kAllLanes, amax, 2)));
@@ -333,18 +361,29 @@ __device__ __forceinline__ void round_nvfp4(float (&v)[8], float scale) {
 // Codes of int4 as floats, -8..7 or 0..15 and not yet rounded.
 struct Int4Codes {
   Quotient quotient;
+  // No value is Inf, below zero where that counts, or so far above the scale that it needs a bound:
+  // signed codes under a scale that keeps eight bits and is below every dtype's cap.
+  bool inside;
   // A power of two times the scale, which the scale's cap keeps finite, so that Inf has a quotient.
   float bound;
   float low, high;
 
   __device__ __forceinline__ Int4Codes(const BlockScale& scale, bool is_unsigned)
       : quotient(scale.live ? scale.factor : 0.0f),
+        inside(!is_unsigned && scale.live && scale.factor >= 0x1p-14f && scale.factor < 0x1p12f),
         bound((is_unsigned ? 16.0f : 8.0f) * scale.factor),
         low(is_unsigned ? 0.0f : -8.0f),
         high(is_unsigned ? 15.0f : 7.0f) {}
 
-  __device__ __forceinline__ float operator()(float v) const {
-    return clamp(quotient(clamp_flush(v, -bound, bound)), low, high);
+  // In place.
+  __device__ __forceinline__ void operator()(float (&v)[8]) const {
+    if (inside) {
+#pragma unroll
+      for (float& f : v) f = quotient(f);
+    } else {
+#pragma unroll
+      for (float& f : v) f = clamp(quotient(clamp_flush(f, -bound, bound)), low, high);
+    }
   }
 };
 
@@ -361,6 +400,12 @@ constexpr int kQuantizeBlocks =
     (kChunks == 4 ? (kSource == Source::kPlain ? 1536 : 1024)
                   : (kSource == Source::kPlain ? 1024 : 512)) /
     kQuantizeThreads<kWarps>;
+
+// What follows waits for this launch only, so this one must end after the launch beside it. One CTA
+// sees to that, the last to start: if all did, the first of them would keep the others from their SMs.
+__device__ __forceinline__ void end_after_launch_beside(const TokenArgs& args) {
+  if (args.wait && blockIdx.x + 1 == gridDim.x) grid_dependency_wait();
+}
 
 // ---- host ----
 

@@ -14,11 +14,10 @@ const void* quantize_v2_kernel_Nvfp4Rounded(Source source, int chunks, int warps
 const void* quantize_v2_kernel_Int4Row(Source source, int chunks, int warps);
 const void* quantize_v2_kernel_Int4Group64(Source source, int chunks, int warps);
 const void* quantize_v2_kernel_Int4Group128(Source source, int chunks, int warps);
+const void* quantize_v2_kernel_Int4Scaled(Source source, int chunks, int warps);
 }  // namespace sm90
 
 namespace {
-
-int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) {
   switch (path) {
@@ -35,6 +34,8 @@ const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) 
       return sm90::quantize_v2_kernel_Int4Group64(source, chunks, warps);
     case GemmV2Path::kInt4Group128:
       return sm90::quantize_v2_kernel_Int4Group128(source, chunks, warps);
+    case GemmV2Path::kInt4Scaled:
+      return sm90::quantize_v2_kernel_Int4Scaled(source, chunks, warps);
   }
   return nullptr;
 }
@@ -45,18 +46,16 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p,
                      cudaStream_t stream) {
   const void* kernel = Kernel(path, sm90::source_of(p), p.chunks, p.warps);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
-  const int block = GemmV2Block(path);
-  const bool int4 = path >= GemmV2Path::kInt4Row;
   sm90::QuantizeV2Args a = {};
   a.groups = static_cast<int>(GemmV2ActBytes(path, p.k_pad) / kGemmV2RowBytes);
   sm90::set_token_args(&a, p, a.groups * GemmV2TileK(path), p.weight.scale_dtype);
   a.act = static_cast<uint8_t*>(p.act);
   a.token_scale = p.token_scale;
   a.token_pitch = p.token_pitch;
-  a.rows =
-      sm90::row_inputs_args(path, p.weight, block == 0 ? 1 : p.k_pad / block);
-  a.prepare_ctas = CeilDiv(p.weight.n, int4 ? TokenQuantizerThreads(p.warps)
-                                            : sm90::kRowsPerPrepareCta);
+  a.block_lanes = p.block / 8;
+  a.rows = sm90::row_inputs_args(path, p.weight, p.k_pad / p.block);
+  a.prepare_ctas =
+      sm90::prepare_ctas(path, p.weight.n, TokenQuantizerThreads(p.warps));
   return sm90::launch_tokens(kernel, &a, p, a.prepare_ctas, stream);
 }
 

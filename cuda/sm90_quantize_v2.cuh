@@ -19,6 +19,7 @@ struct QuantizeV2Args : TokenArgs {
   RowInputsArgs rows;
   int prepare_ctas;
   int groups;  // 128 bytes of the layout each, per token
+  int block_lanes;  // lanes that hold a block, Int4Scaled
   int64_t token_pitch;
 };
 
@@ -81,6 +82,8 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
     args.token_scale[token] = largest == kNanScale ? __int_as_float(kFloatNan)
                                                    : power_of_two(fold_exponent(largest));
   }
+  // The floor rule and Inf, whose scale is the largest, leave the range of the codes.
+  const bool outside = args.floor_rule || largest >= kLargestScale;
   // In two factors where one would overflow: the largest block scale is below 2^-114.
   const int exponent = 127 - base - kFoldBias;
   const float factor = power_of_two(min(exponent, 127));
@@ -100,10 +103,13 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
     const float scale = flushed ? 0.0f : factor;
     float r[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      // Clamped: the floor rule and Inf leave the range.
-      r[j] = round_e2m1(clamp(multiply_flush(v[j], scale), -6.0f * unit, 6.0f * unit), unit);
+    for (int j = 0; j < 8; ++j) r[j] = multiply_flush(v[j], scale);
+    if (outside) {
+#pragma unroll
+      for (float& f : r) f = clamp(f, -6.0f * unit, 6.0f * unit);
     }
+#pragma unroll
+    for (float& f : r) f = round_e2m1(f, unit);
     const int c = chunk_of<kWarps>(at, i);
     store_8bit(out + c / 16 * 128, pack_e5m2(r), pack_e5m2(r + 4), at.lane, c / 16 < args.groups);
   }
@@ -183,8 +189,7 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
     if (past_end<kWarps>(args, at, i)) break;
     float v[8];
     x.get(i, v);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = codes(v[j]);
+    codes(v);
     const int c = chunk_of<kWarps>(at, i);
     store_8bit(out + c / 16 * 128, pack_s8(v), pack_s8(v + 4), at.lane, c / 16 < args.groups);
   }
@@ -213,10 +218,58 @@ __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args,
     const Int4Codes codes(scale, args.is_unsigned);
     float v[8];
     x.get(i, v);
+    codes(v);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = rintf(codes(v[j]));
+    for (float& f : v) f = (f + kRound) - kRound;
     store_8bit<true>(out + c / 16 * 128, pack_e4m3(v), pack_e4m3(v + 4), at.lane,
                      c / 16 < args.groups);
+  }
+}
+
+// fp16 of code times scale, over a power of two that the token's largest scale decides.
+template <int kChunks, int kWarps, class X>
+__device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args, const X& x,
+                                                     int token, uint8_t* out, const Place& at) {
+  float scales[kChunks] = {};
+  uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
+    uint32_t amax = __float_as_uint(x.largest(i, args.is_unsigned));
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) {
+      // Without a branch: a lane is its own neighbour past the block's end.
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, d < args.block_lanes ? d : 0));
+    }
+    scales[i] = Flush(ChooseInt4Scale(amax, args.is_unsigned, args.scale_dtype).factor);
+    largest = max(largest, __float_as_uint(scales[i]));
+  }
+  largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
+  const int exponent = scaled_exponent(largest);
+  if (at.part == 0 && at.lane == 0) {
+    args.token_scale[token] =
+        largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(exponent);
+  }
+  const float inverse = power_of_two(-exponent);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (past_end<kWarps>(args, at, i)) break;
+    const BlockScale scale = {0, scales[i], scales[i] > 0.0f};
+    const Int4Codes codes(scale, args.is_unsigned);
+    const uint32_t pair = scaled_f16x2(scales[i], inverse);
+    const float factor = __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
+    float v[8];
+    x.get(i, v);
+    codes(v);
+    // (code + kRound) * factor - kRound * factor, exact: 15 bits.
+    const float offset = kRound * factor;
+#pragma unroll
+    for (float& f : v) f = fmaf(f + kRound, factor, -offset);
+    uint32_t words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = pack_f16(v[j], v[j + 4]);
+    const int c = chunk_of<kWarps>(at, i);
+    store_16bit(out + c / 8 * 128, words, at.lane, c / 8 < args.groups);
   }
 }
 
@@ -226,7 +279,9 @@ template <GemmV2Path kPath>
 __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, int warps) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  if constexpr (kPath >= GemmV2Path::kInt4Row) {
+  if constexpr (kPath == GemmV2Path::kInt4Scaled) {
+    write_rows<Format::kInt4>(args.rows, blockIdx.x, warp, warps, lane);
+  } else if constexpr (kPath >= GemmV2Path::kInt4Row) {
     write_int4_row_inputs(args.rows, blockIdx.x * 32 * warps + threadIdx.x);
   } else {
     constexpr Format kFormat =
@@ -262,14 +317,15 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
         quantize_nvfp4_rounded<kChunks, kWarps>(args, x, token, out, at);
       } else if constexpr (kPath == GemmV2Path::kInt4Row) {
         quantize_int4_row<kChunks, kWarps>(args, x, token, out, at);
+      } else if constexpr (kPath == GemmV2Path::kInt4Scaled) {
+        quantize_int4_scaled<kChunks, kWarps>(args, x, token, out, at);
       } else {
         constexpr int kLanes = kPath == GemmV2Path::kInt4Group64 ? 8 : 16;
         quantize_int4_groups<kLanes, kChunks, kWarps>(args, x, token, out, at);
       }
     }
   }
-  // The GEMM waits for this launch only, so this one answers for the launch beside it.
-  if (args.wait) grid_dependency_wait();
+  end_after_launch_beside(args);
 }
 
 }  // namespace jax_w4a4::sm90

@@ -18,6 +18,7 @@ struct QuantizeV2Params : TokenParams {
   void* act;            // (m, GemmV2ActBytes), private layout
   float* token_scale;   // GemmV2Tokens
   int64_t token_pitch;  // GemmV2TokenPitch
+  int block;            // K elements per block scale
   WeightRowParams weight;
 };
 

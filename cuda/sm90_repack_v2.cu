@@ -31,7 +31,9 @@ struct Args {
   int packed_pitch;  // bytes per token
   int scale_blocks;
   int stages;  // of K, whole ones
+  int block;   // K elements per block scale
   bool is_unsigned;
+  bool scaled;  // path Int4Scaled
   int64_t token_pitch;
 };
 
@@ -262,6 +264,56 @@ __device__ __forceinline__ void RepackInt4Groups(const Args& args, int row,
   }
 }
 
+// Code * scale / 2^exponent as fp16, both rounded.
+__device__ __forceinline__ uint32_t ScaledPair(uint32_t word, int first,
+                                               float factor, bool is_unsigned) {
+  float v[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t code = word >> 4 * (first + 4 * j);
+    v[j] = (is_unsigned ? DecodeU4(code) : DecodeS4(code)) * factor;
+  }
+  const __half2 pair = __floats2half2_rn(v[0], v[1]);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ void RepackInt4Scaled(const Args& args, int row,
+                                                 int lane) {
+  const uint8_t* packed = PackedRow(args, row);
+  const int largest =
+      sm90::largest_scale(args.scales, row, args.scale_blocks,
+                          args.rows.scale_dtype, lane);
+  const int exponent = sm90::scaled_exponent(largest);
+  if (lane == 0) {
+    args.token_scale[row] = largest >= sm90::kFloatInf
+                                ? __int_as_float(sm90::kFloatNan)
+                                : sm90::power_of_two(exponent);
+  }
+  const float inverse = sm90::power_of_two(-exponent);
+  const int64_t first = static_cast<int64_t>(row) * args.scale_blocks;
+  uint4* out = ActRow(args, row);
+  const int blocks = args.packed_pitch / 8;
+  for (int i = lane; i < 4 * args.stages; i += 32) {
+    const int step = i % 4;
+    uint32_t half[2][4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int block = i / 4 * 4 + q;  // of 16 elements
+      const uint32_t word = LoadWord<8>(packed, block, blocks, step / 2);
+      const int scale = min(block * 16 / args.block, args.scale_blocks - 1);
+      const uint32_t pair = sm90::scaled_f16x2(
+          LoadElement(args.scales, first + scale, args.rows.scale_dtype),
+          inverse);
+      const float factor =
+          __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
+      const int at = step % 2 * 2;
+      half[0][q] = ScaledPair(word, at, factor, args.is_unsigned);
+      half[1][q] = ScaledPair(word, at + 1, factor, args.is_unsigned);
+    }
+    StoreStep(out, i, half);
+  }
+}
+
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   sm90::grid_dependency_launch();
@@ -269,7 +321,7 @@ __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
   const int lane = threadIdx.x % 32;
   const int block = blockIdx.x;
   if (block < args.prepare_ctas) {
-    if constexpr (kFormat == Format::kInt4) {
+    if (kFormat == Format::kInt4 && !args.scaled) {
       sm90::write_int4_row_inputs(args.rows, block * kThreads + threadIdx.x);
     } else {
       sm90::write_rows<kFormat>(args.rows, block, warp, kWarps, lane);
@@ -286,6 +338,8 @@ __global__ void __launch_bounds__(kThreads) RepackV2(const Args args) {
     } else {
       RepackNvfp4(args, row, lane);
     }
+  } else if (args.scaled) {
+    RepackInt4Scaled(args, row, lane);
   } else if (args.token_pitch > 0) {
     RepackInt4Groups(args, row, lane);
   } else {
@@ -299,8 +353,7 @@ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
                    cudaStream_t stream) {
-  const int block = GemmV2Block(path);
-  const int blocks = block == 0 ? 1 : p.k_pad / block;
+  const int blocks = p.k_pad / p.block;
   Args args = {};
   args.packed = p.packed;
   args.scales = static_cast<const uint8_t*>(p.scales);
@@ -308,17 +361,18 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
   args.token_scale = p.token_scale;
   args.rows = sm90::row_inputs_args(path, p.weight, blocks);
   const bool int4 = path >= GemmV2Path::kInt4Row;
-  args.prepare_ctas =
-      CeilDiv(p.weight.n, int4 ? kThreads : sm90::kRowsPerPrepareCta);
+  args.prepare_ctas = sm90::prepare_ctas(path, p.weight.n, kThreads);
   args.m = static_cast<int>(p.m);
   args.packed_pitch = p.k_pad / 2;
   args.scale_blocks = blocks;
   args.stages = CeilDiv(p.k_pad, GemmV2TileK(path));
+  args.block = p.block;
   args.is_unsigned = p.is_unsigned;
+  args.scaled = path == GemmV2Path::kInt4Scaled;
   args.token_pitch = GemmV2StageGroups(path) > 0 ? p.token_pitch : 0;
   const void* kernel =
       int4 ? reinterpret_cast<const void*>(&RepackV2<Format::kInt4>)
-      : block == 32
+      : p.block == 32
           ? reinterpret_cast<const void*>(&RepackV2<Format::kMxfp4>)
           : reinterpret_cast<const void*>(&RepackV2<Format::kNvfp4>);
   void* kernel_args[] = {&args};

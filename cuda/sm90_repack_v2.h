@@ -33,6 +33,7 @@ struct RepackV2Params {
   WeightRowParams weight;
   int64_t m;
   int k_pad;
+  int block;  // K elements per block scale
   bool is_unsigned;  // int4 activations are 0..15
   int64_t token_pitch;  // GemmV2TokenPitch, int4 groups only
 };

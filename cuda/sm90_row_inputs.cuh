@@ -13,12 +13,12 @@ namespace jax_w4a4::sm90 {
 
 // y = acc * scale_lo * token_scale * scale_hi + low-rank + bias. The power of two of the row's base
 // exponent is split over scale_lo and scale_hi so that no intermediate leaves fp32's range unless
-// the result does. A NaN block scale makes scale_lo NaN.
+// the result does. A NaN block scale makes scale_lo NaN; of int4's an infinite one too.
 struct alignas(16) RowInputs {
   float scale_lo;
   float scale_hi;
   float bias;
-  int base;  // what the path's RowFold is made from
+  int base;  // what the path's RowFold is made from, some float's bits in Int4Scaled
 };
 
 struct RowInputsArgs {
@@ -50,6 +50,16 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
 constexpr int kNanScale = 255;          // e8m0
 constexpr int kFloatNan = 0x7FC00000;
+constexpr int kFloatInf = 0x7F800000;
+
+// CTAs of `threads` that prepare `n` rows: a warp for each where it looks through block scales, else a
+// thread.
+inline int prepare_ctas(GemmV2Path path, int64_t n, int threads) {
+  const bool integers = path == GemmV2Path::kInt4Row || path == GemmV2Path::kInt4Group64 ||
+                        path == GemmV2Path::kInt4Group128;
+  const int64_t rows = integers ? threads : kRowsPerPrepareCta;
+  return static_cast<int>((n + rows - 1) / rows);
+}
 
 // 2^exponent for -149 <= exponent <= 127, exact, subnormals included.
 __device__ __forceinline__ float power_of_two(int exponent) {
@@ -62,14 +72,29 @@ __device__ __forceinline__ int fold_exponent(int largest) {
   return largest - 127 - kFoldSpan + kFoldBias;
 }
 
-// One warp, one row: looks through its block scales and combines the epilogue's factors.
+// The magnitude bits of the largest of int4's scales, a whole warp's `row` of them.
+__device__ __forceinline__ int largest_scale(const void* scales, int64_t row, int blocks, DType dtype,
+                                             int lane) {
+  int largest = 0;
+  for (int i = lane; i < blocks; i += 32) {
+    largest = max(largest, __float_as_int(fabsf(Flush(LoadElement(scales, row * blocks + i, dtype)))));
+  }
+  return __reduce_max_sync(0xFFFFFFFFu, largest);
+}
+
+// One warp, one row: looks through its block scales and combines the epilogue's factors. int4: of
+// path Int4Scaled.
 template <Format kFormat>
 __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
   const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
-  int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN
+  int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN; int4: fp32 bits
   constexpr int kMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
-  for (int i = lane; i < args.scale_blocks; i += 32) largest = max(largest, scales[i] & kMask);
-  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if constexpr (kFormat == Format::kInt4) {
+    largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
+  } else {
+    for (int i = lane; i < args.scale_blocks; i += 32) largest = max(largest, scales[i] & kMask);
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  }
   if (lane != 0) return;
   float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
   if (args.global_scale) factor *= *args.global_scale;
@@ -84,6 +109,12 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
       out.scale_lo *= power_of_two(out.base);
       out.scale_hi = factor;
     }
+  } else if constexpr (kFormat == Format::kInt4) {
+    const int exponent = scaled_exponent(largest);
+    const int low = exponent >> 1;
+    out.scale_lo = largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(low);
+    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.base = __float_as_int(power_of_two(-exponent));
   } else {
     const int exponent = fold_exponent(largest);
     const int low = exponent >> 1;

@@ -52,7 +52,7 @@ __device__ __forceinline__ uint64_t nmajor_descriptor(uint32_t address, uint32_t
 }
 
 // Element types of the two operands. The INT8 MMA takes no N that is an odd multiple of 8.
-enum class MmaKind { kE5m2E5m2, kE5m2E4m3, kE4m3E4m3, kBf16, kS8 };
+enum class MmaKind { kE5m2E5m2, kE5m2E4m3, kE4m3E4m3, kBf16, kF16, kS8 };
 
 template <int N>
 struct Wgmma;
@@ -145,6 +145,7 @@ struct Wgmma;
     W4A4_RS(kE5m2E4m3, "k32.f32.e5m2.e4m3 ", float, "+f", N, n0, n1, n2, n3, n4, n5, ", 1, 1")   \
     W4A4_RS(kE4m3E4m3, "k32.f32.e4m3.e4m3 ", float, "+f", N, n0, n1, n2, n3, n4, n5, ", 1, 1")   \
     W4A4_RS(kBf16, "k16.f32.bf16.bf16 ", float, "+f", N, n0, n1, n2, n3, n4, n5, ", 1, 1, 0")    \
+    W4A4_RS(kF16, "k16.f32.f16.f16 ", float, "+f", N, n0, n1, n2, n3, n4, n5, ", 1, 1, 0")      \
     W4A4_RS(kS8, "k32.s32.s8.s8 ", int, "+r", N, n0, n1, n2, n3, n4, n5, "")                     \
     W4A4_SS_BF16(N, n0, n1)                                                                      \
     W4A4_SS_BF16_NMAJOR(N, n0, n1, n2)                                                           \

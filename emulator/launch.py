@@ -107,11 +107,7 @@ class CTA:
 
     def _check_exit(self) -> None:
         machine = self.cluster.machine
-        if machine.dependent and not any(w.dependency_waited for w in self.warps):
-            raise ProtocolError(
-                f"{self.name} of a dependent launch exits without griddepcontrol.wait: what waits "
-                "for this launch would not wait for the one before it"
-            )
+        machine.dependency_waited |= any(w.dependency_waited for w in self.warps)
         for number, barrier in self.barriers.items():
             if barrier.arrived and machine.options.strict_exit:
                 raise ProtocolError(
@@ -229,6 +225,7 @@ class Machine:
         limit = kernel.directives.get("maxntid")
         if limit and self.threads > np.prod([int(v) for v in limit.split(",")]):
             raise EmulationError(f"{self.threads} threads; {kernel.name} allows {limit}")
+        self.dependency_waited = False
         self._globals: dict[str, int] = device.globals_of(kernel)
 
     def symbols(self, rank: int) -> dict[str, np.ndarray]:
@@ -260,6 +257,11 @@ class Machine:
                 )
                 scheduler.run()
                 executed += sum(w.executed for w in warps)
+        if self.dependent and not self.dependency_waited:
+            raise ProtocolError(
+                f"no CTA of {self.code.kernel.name}, a dependent launch, executes "
+                "griddepcontrol.wait: what waits for this launch would not wait for the one before"
+            )
         return executed
 
 

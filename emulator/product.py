@@ -307,6 +307,7 @@ def run(
         DTYPES.index(case.scales),
     )
     pointer, long = ctypes.c_void_p, ctypes.c_int64
+    block = case.k_pad // case.blocks
     if case.fused:
         if case.rank:
             made["lora_act"] = _down(case, attrs, driver, device, address)
@@ -317,6 +318,7 @@ def run(
             pointer(made["act"].base),
             pointer(made["token_scale"].base),
             ctypes.byref(weight),
+            block,
             found.tile_m,
         )
     else:
@@ -330,6 +332,7 @@ def run(
             ctypes.byref(weight),
             long(case.m),
             case.k_pad,
+            block,
             found.tile_m,
             int(case.act_unsigned),
         )
@@ -371,6 +374,7 @@ def run(
         found.main_stages,
         found.group_m,
         attrs["promote_k"] if case.promote_k is None else case.promote_k,
+        block,
         DTYPES.index(case.scales),
         smem,
         1,
@@ -548,6 +552,16 @@ def _rounded(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return formats.table("e4m3")[formats.encode_fp8(values / power, "e4m3")] * power
 
 
+def _scaled(case: Case, packed: np.ndarray, scales: np.ndarray, unsigned: bool) -> np.ndarray:
+    """int4 rounded to fp16 under a power of two per row: its largest scale is 2048 or more."""
+    s = from_bits(scales, case.scales).astype(np.float64)
+    power = np.exp2(np.frexp(np.abs(s).max(axis=1))[1] - 12.0)[:, None]
+    codes = _public(case, packed, to_bits(np.ones_like(s), case.scales), unsigned)
+    small = (s / power).astype(np.float16).astype(np.float64)
+    values = codes * np.repeat(small, codes.shape[1] // s.shape[1], axis=1)
+    return values.astype(np.float16).astype(np.float64) * power
+
+
 def expected(case: Case, operands: dict[str, np.ndarray], result: Result):
     """y in float64, and what the magnitudes of its terms sum to."""
     if case.fused:
@@ -560,6 +574,10 @@ def expected(case: Case, operands: dict[str, np.ndarray], result: Result):
     if case.path.operand == "e4m3" and case.format == "nvfp4":
         w = _rounded(w, operands["weight_scale"])
         x = x if case.fused else _rounded(x, operands["act_scale"])
+    elif case.path.name == "Int4Scaled":
+        w = _scaled(case, operands["weight"], operands["weight_scale"], False)
+        if not case.fused:
+            x = _scaled(case, operands["packed"], operands["act_scale"], case.act_unsigned)
     factor = np.ones(case.n)
     for name in ("weight_global_scale", "act_global_scale", "channel_scale"):
         if name in operands:

@@ -29,7 +29,15 @@ def cache_dir() -> pathlib.Path:
 
 
 # kMxfp4Promoted reads the layout of kMxfp4.
-QUANTIZE_V2_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Int4Group64", "Int4Group128")
+QUANTIZE_V2_PATHS = (
+    "Mxfp4",
+    "Nvfp4",
+    "Nvfp4Rounded",
+    "Int4Row",
+    "Int4Group64",
+    "Int4Group128",
+    "Int4Scaled",
+)
 
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)

@@ -71,10 +71,11 @@ def matmul(
       w: weight of logical shape (N, K).
       preferred_element_type: dtype of the result, float32, bfloat16 or float16; default: of x.
       precision: what the product of the codes may or must be, as a permission to kernels; the
-        reference ignores it. None: nvfp4 and int4 as exact as fp32 sums, mxfp4 with sums as the FP8
-        tensor core makes them (about 13 bits per step). "fastest": nvfp4 may round each value
-        times its block scale to e4m3, for FP8 speed. "highest": mxfp4 moves its sums to fp32
-        registers every 1024 of K. `docs/numerics.md` has the errors.
+        reference ignores it. None: nvfp4 as exact as fp32 sums, int4 with each code times its block
+        scale rounded to fp16, mxfp4 with sums as the FP8 tensor core makes them (about 13 bits per
+        step). "fastest": nvfp4 may round each value times its block scale to e4m3, for FP8 speed.
+        "highest": int4's products are exact, mxfp4 moves its sums to fp32 registers every 1024 of
+        K. `docs/numerics.md` has the errors.
       implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
         platform. None is the kernel where there is one for platform, build and shape, otherwise
         the reference, with a `FallbackWarning` once per reason on a CUDA machine. A kernel's name

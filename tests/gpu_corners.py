@@ -42,7 +42,7 @@ TILE_M = 64
 # (M, N) in units of (tile_m, 128 weight rows): one tile; at most two per CTA of 132; many.
 TILES = {"one": (1, 1), "two": (13, 14), "many": (23, 26)}
 BLOCKS = ("one", "fewer", "as many", "one more", "many")
-FORMATS = ("mxfp4", "nvfp4", "int4 per row")
+FORMATS = ("mxfp4", "nvfp4", "int4 per row", "int4 in blocks")
 
 
 def k_blocks(name: str, stages: int) -> int:
@@ -66,21 +66,24 @@ class Corner:
 
     @property
     def cell(self) -> Cell:
-        step = 64 if self.format == "nvfp4" else 128
+        step = 64 if self.format in ("nvfp4", "int4 in blocks") else 128
         m, n = TILES[self.tiles]
-        per_row = self.format == "int4 per row"
+        int4 = {
+            "int4 per row": {"block_size": None, "scale_dtype": "float32"},
+            "int4 in blocks": {"block_size": 32},
+        }
         return Cell(
             self.format.split()[0],
             self.rank,
             m * TILE_M - 3,
             n * 128 - 8,
-            k_blocks(self.blocks, self.stages) * step - 32,
+            k_blocks(self.blocks, self.stages) * step - 24,
             kernel="sm90_v2",
             tile_m=TILE_M,
             cluster=self.cluster,
             main_stages=self.stages,
             special=False,
-            **({"block_size": None, "scale_dtype": "float32"} if per_row else {}),
+            **int4.get(self.format, {}),
         )
 
 

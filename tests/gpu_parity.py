@@ -81,6 +81,7 @@ class Cell:
     special: bool = True  # NaN, Inf, zero, tiny and negative rows, when m allows
     positive: bool = False  # x and w uniform in 0.5..1: the largest sums
     spread: int = 0  # binades between blocks of a row; then also zero and negative weight scales
+    exponent: int = 0  # x times 2^exponent, w over it
     kernel: str | None = None  # None: the planner's choice, as for the other fields of a plan
     cluster: int | None = None
     main_stages: int | None = None
@@ -158,8 +159,9 @@ V2_PATHS: dict[str, dict[str, Any]] = {
     "Nvfp4": {"format": "nvfp4"},
     "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
     "Int4Row": {"format": "int4", "block_size": None},
-    "Int4Group64": {"format": "int4", "block_size": 64},
-    "Int4Group128": {"format": "int4", "block_size": 128},
+    "Int4Group64": {"format": "int4", "block_size": 64, "precision": "highest"},
+    "Int4Group128": {"format": "int4", "block_size": 128, "precision": "highest"},
+    "Int4Scaled": {"format": "int4", "block_size": 64},
 }
 
 
@@ -170,7 +172,7 @@ def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
     start = zlib.crc32(f"v2 {path} {tile_m} {cluster}".encode())
     for i, (m, n, k) in enumerate(V2_SHAPES):
         turn = start + i
-        if path.startswith("Int4Group"):
+        if path.startswith(("Int4Group", "Int4Scaled")):
             k += 128  # more than one group, or the row has a single scale
         cell = Cell(
             rank=V2_RANKS[turn % 5],
@@ -196,6 +198,8 @@ def v2_cells_of(path: str, tile_m: int, cluster: int) -> Iterator[Cell]:
             cell = dataclasses.replace(
                 cell, scale_dtype=dtypes[turn // 2 % 3], act_unsigned=turn % 3 == 1
             )
+        if path == "Int4Scaled":
+            cell = dataclasses.replace(cell, block_size=(64, 128, 64, 32)[turn % 4])
         if path == "Mxfp4Promoted":
             cell = dataclasses.replace(cell, promote_k=(None, 128, 256)[turn % 3])
         yield cell
@@ -237,6 +241,23 @@ def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
         for k in (3840, 15360) if path == "Mxfp4Promoted" else ():  # docs/numerics.md
             yield Cell(**V2_PATHS[path], rank=0, m=130, n=136, k=k, positive=True, kernel="sm90_v2")
         yield Cell(**V2_PATHS[path], rank=16, m=140, n=136, k=1056, spread=40, kernel="sm90_v2")
+    if "Int4Scaled" in paths:
+        cell = functools.partial(Cell, "int4", 0, 140, 136, 1056, kernel="sm90_v2")
+        for block, dtype, spread in (
+            (64, "float16", 6),
+            (64, "bfloat16", 20),
+            (128, "float32", 30),
+            (32, "bfloat16", 60),
+        ):
+            for unsigned in (False, True):
+                yield cell(
+                    block_size=block, scale_dtype=dtype, spread=spread, act_unsigned=unsigned
+                )
+        for exponent in (-100, 100):
+            for dtype in ("bfloat16", "float32"):
+                yield cell(block_size=64, scale_dtype=dtype, exponent=exponent, spread=4)
+        yield cell(block_size=64, positive=True)
+        yield cell(block_size=128, positive=True, act_unsigned=True, scale_dtype="bfloat16")
     if "Int4Row" in paths:
         # Integer sums beyond 2^24, where their conversion to fp32 rounds.
         yield Cell("int4", 0, 130, 136, 61440, block_size=None, positive=True, kernel="sm90_v2")
@@ -311,7 +332,7 @@ def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal((cell.m, cell.k)).astype(np.float32)
     if cell.positive:
         x = rng.uniform(0.5, 1, x.shape).astype(np.float32)
-    x *= np.exp2(rng.integers(-3, 4, (cell.m, 1))).astype(np.float32)
+    x *= np.exp2(cell.exponent + rng.integers(-3, 4, (cell.m, 1))).astype(np.float32)
     x = spread_blocks(x, cell, rng)
     if cell.act_unsigned:
         x = np.maximum(x, -0.1)
@@ -327,11 +348,12 @@ def make_x(cell: Cell, rng: np.random.Generator) -> np.ndarray:
 
 
 def spread_blocks(v: np.ndarray, cell: Cell, rng: np.random.Generator) -> np.ndarray:
-    """Every 16 columns of a row times a power of two of their own."""
+    """Every block of int4 (else 16 columns) of a row times a power of two of its own."""
     if not cell.spread:
         return v
-    power = np.exp2(rng.integers(-cell.spread, 1, (v.shape[0], -(-v.shape[1] // 16))))
-    return (v * np.repeat(power, 16, axis=1)[:, : v.shape[1]]).astype(np.float32)
+    width = cell.block_size if cell.format == "int4" else 16
+    power = np.exp2(rng.integers(-cell.spread, 1, (v.shape[0], -(-v.shape[1] // width))))
+    return (v * np.repeat(power, width, axis=1)[:, : v.shape[1]]).astype(np.float32)
 
 
 def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
@@ -344,7 +366,7 @@ def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
     w = rng.standard_normal((cell.n, cell.k), np.float32)
     if cell.positive:
         w = rng.uniform(0.5, 1, w.shape).astype(np.float32)
-    w = spread_blocks(w / np.sqrt(cell.k), cell, rng).astype(np.float32)
+    w = spread_blocks(w * 2.0**-cell.exponent / np.sqrt(cell.k), cell, rng).astype(np.float32)
     quantize = jax.jit(formats.quantize_blocks, static_argnames="spec")
     packed, scales = quantize(jnp.asarray(w), spec=spec)  # signed, whatever the activation is
     if cell.spread and cell.format == "nvfp4":
@@ -488,7 +510,11 @@ V2_SUM = {
     "Int4Row": 2.0**-15,
     "Int4Group64": 2.0**-15,
     "Int4Group128": 2.0**-15,
+    "Int4Scaled": 2.0**-15,
 }
+# What the rounding of both operands to fp16 adds, 2^-11 of each value and as much of each float32
+# scale.
+V2_ROUNDING = {"Int4Scaled": 2.0**-10}
 BF16_MMA_SUM = 2.0**-18
 
 
@@ -514,6 +540,7 @@ def error_ratio(
 OPERANDS = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3": ml_dtypes.float8_e4m3fn,
+    "f16": np.float16,
     "bf16": ml_dtypes.bfloat16,
     "s8": np.int8,
 }
@@ -555,6 +582,8 @@ def folded_values(
 ) -> np.ndarray:
     """What that layout should hold: the quantized values; in mxfp4 zeros for blocks more than 26
     binades below their row's largest."""
+    if rounded and format == "int4":
+        return model.rounded_int4(packed, scales, unsigned)
     if rounded:
         return model.rounded_nvfp4(packed, scales)
     values = model.decode(packed, scales, format, unsigned)
@@ -604,7 +633,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     y, xp, xs, la, *private = first
     v2 = found.kernel == "sm90_v2"
     path = plan.budget.v2_path(found.problem) if v2 else None
-    rounded = path is not None and path.name == "Nvfp4Rounded" and implementation == "cuda"
+    rounded = path is not None and path.name in ("Nvfp4Rounded", "Int4Scaled")
+    rounded = rounded and implementation == "cuda"
     fused_quantizer = found.quantizer.kernel == 2
     if implementation == "cuda":
         check(poisoned, "results did not land in poisoned buffers")
@@ -681,6 +711,12 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         half_want = model.gemm_f64(xp[finite], xs[finite], split[3][finite], ops, rounded=rounded)
         half_ratio = error_ratio(split[0][finite], half_want, magnitude, part)
         check(half_ratio <= 1, f"y of the halves is {half_ratio:.3g} x its error bound off")
+    if path and path.name in V2_ROUNDING and cell.spread < 20:
+        # Without the rounding of the operands; of blocks far below the row's largest more is lost.
+        exact = model.gemm_f64(xp[finite], xs[finite], la[finite], ops)
+        wide = V2_ROUNDING[path.name] * (2 if spec.scale_dtype == "float32" else 1)
+        exact_ratio = error_ratio(got, exact, magnitude, part + wide)
+        check(exact_ratio <= 1, f"y is {exact_ratio:.3g} x the bound of its rounding off")
     norm = np.linalg.norm(want)
     clipped = np.clip(got.astype(np.float64), -1e30, 1e30)
     frobenius = float(np.linalg.norm(clipped - want) / norm) if norm else 0.0

@@ -183,6 +183,22 @@ def rounded_nvfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.nan, rounded * power)
 
 
+def rounded_int4(packed: np.ndarray, scales: np.ndarray, unsigned=False) -> np.ndarray:
+    """float64 values (rows, K_pad) of int4 on fp16 operands: scales divided by a power of two per
+    row and taken to the nearest fp16, codes times them taken to the nearest fp16, multiplied back.
+
+    The power makes the row's largest scale lie in [2048, 4096).
+    """
+    s = flush(np.asarray(scales).astype(np.float32)).astype(np.float64)
+    largest = np.nanmax(np.abs(s), axis=1, initial=0)
+    _, exponent = np.frexp(largest)
+    power = np.exp2(np.maximum(exponent - 12.0, -126))[:, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        small = (s / power).astype(np.float16).astype(np.float64)
+        values = decode(packed, small, "int4", unsigned).astype(np.float16).astype(np.float64)
+    return values * power
+
+
 @dataclasses.dataclass
 class Operands:
     """What one call holds, in numpy; absent parts are None. Field names as in `Weight`."""
@@ -243,7 +259,11 @@ def quantize_activation(x: np.ndarray, w: Operands) -> tuple[np.ndarray, np.ndar
 def operand_values(
     x_packed: np.ndarray, x_scales: np.ndarray, w: Operands, rounded: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float64 values of both operands of the product; `rounded`: nvfp4 rounded to e4m3."""
+    """float64 values of both operands of the product; `rounded`: nvfp4 rounded to e4m3, int4 to
+    fp16."""
+    if rounded and w.format == "int4":
+        x = rounded_int4(x_packed, x_scales, w.act_unsigned)
+        return x, rounded_int4(w.packed, w.scales)
     if rounded:
         return rounded_nvfp4(x_packed, x_scales), rounded_nvfp4(w.packed, w.scales)
     x = decode(x_packed, x_scales, w.format, w.act_unsigned)

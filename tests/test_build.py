@@ -537,13 +537,16 @@ class PlanChecks(HostTest):
 
     @parameterized.product(
         path=(
-            ("int4", 64, "Int4Group64"),
-            ("int4", 128, "Int4Group128"),
+            ("int4", (64, "highest"), "Int4Group64"),
+            ("int4", (128, "highest"), "Int4Group128"),
+            ("int4", (32, None), "Int4Scaled"),
+            ("int4", (64, None), "Int4Scaled"),
+            ("int4", (128, "fastest"), "Int4Scaled"),
             ("nvfp4", None, "Nvfp4"),
             ("nvfp4", "fastest", "Nvfp4Rounded"),
             ("mxfp4", None, "Mxfp4"),
             ("mxfp4", "highest", "Mxfp4Promoted"),
-            ("int4", None, "Int4Row"),
+            ("int4", (None, None), "Int4Row"),
         ),
         cluster=(1, 2),
         rank=(0, 16, 256),
@@ -551,8 +554,9 @@ class PlanChecks(HostTest):
     )
     def test_every_v2_plan_is_accepted(self, path, cluster, rank, quantizer):
         format, mode, path = path
-        kind = {"group": mode} if format == "int4" else {"precision": mode}
-        k_pad = 384 if kind == {"group": 128} else 416 if not kind.get("group") else 448
+        group, precision = mode if format == "int4" else (None, mode)
+        kind = {"precision": precision} | ({"group": group} if format == "int4" else {})
+        k_pad = {128: 384, 64: 448}.get(group, 416)
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
             stages = {} if main_stages is None else {"main_stages": main_stages}

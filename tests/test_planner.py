@@ -230,7 +230,10 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertEqual(solved.tile_n, 128 * solved.cluster)
 
     @parameterized.parameters(
-        ({"format": "int4", "block": 32}, "int4 with blocks of 32 is not built yet"),
+        (
+            {"format": "int4", "block": 32, "precision": "highest"},
+            "int4 in blocks of 32 with precision 'highest' is not built yet",
+        ),
         ({"format": "int4", "block": 2**21, "k": 2**21}, "int32 sums hold up to 1048576"),
         ({"m": 255}, "255 rows, it is made for 256 and more"),
         ({"n": 0}, "quantized on its own has the public layout"),
@@ -246,11 +249,27 @@ class Sm90V2Test(parameterized.TestCase):
         self.assertStartsWith(solved.reasons[0], "kernel sm90_v1 instead of sm90_v2: ")
         self.assertIn(reason, solved.reasons[0])
 
+    @parameterized.parameters(
+        (32, None, "Int4Scaled"),
+        (64, None, "Int4Scaled"),
+        (128, "fastest", "Int4Scaled"),
+        (64, "highest", "Int4Group64"),
+        (128, "highest", "Int4Group128"),
+        (3840, None, "Int4Row"),
+        (3840, "highest", "Int4Row"),
+    )
+    def test_path_of_int4(self, block, precision, path):
+        """Rounded to fp16 unless exact products are asked for; the reason says so."""
+        solved = self.solve("int4", block=block, precision=precision)
+        self.assertEqual(solved.ffi_attrs()["path"], budget.V2_PATHS[path].code)
+        why = {"Int4Scaled": "rounded to fp16; precision='highest' keeps", "Int4Row": ""}
+        self.assertIn(why.get(path, "exact sums of a group"), " ".join(solved.reasons))
+
     def test_no_lora_no_demand_on_its_dtype(self):
         self.assertEqual(self.solve(rank=0, lora_dtype="float32").kernel, "sm90_v2")
 
     @parameterized.parameters(
-        {"format": "int4", "block": 32},
+        {"format": "int4", "block": 32, "precision": "highest"},
         {"out_dtype": "float16"},
         {"rank": 100},
         {"lora_dtype": "float32"},
@@ -481,8 +500,9 @@ class MeasuredPathsTest(parameterized.TestCase):
                 "Mxfp4Promoted": {"format": "mxfp4", "precision": "highest"},
                 "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
                 "Int4Row": {"format": "int4", "block": k},
-                "Int4Group64": {"format": "int4", "block": 64},
-                "Int4Group128": {"format": "int4", "block": 128},
+                "Int4Group64": {"format": "int4", "block": 64, "precision": "highest"},
+                "Int4Group128": {"format": "int4", "block": 128, "precision": "highest"},
+                "Int4Scaled": {"format": "int4", "block": 64},
             }[path]
             solved = plan.solve(problem(m, k, n, rank, **changes), "sm_90", kernel="sm90_v2")
             # Not every run timed one CTA beside a pair; they differ by 3 % at most.

@@ -64,7 +64,12 @@ class PrefillLoweringTest(parameterized.TestCase):
             line = call_line(text, "gemm" if quantized else "matmul")
             self.assertEqual(self.planned(line)["kernel"], 1)
         with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem"):
-            matmul(self.x, self.weight("int4", block_size=32), implementation="sm90_v2")
+            matmul(
+                self.x,
+                self.weight("int4", block_size=32),
+                implementation="sm90_v2",
+                precision="highest",
+            )
 
     def test_nvfp4(self):
         """bf16 in whole stages, without public codes or token scales."""

@@ -31,6 +31,7 @@ OPCODES = {
     "e5m2": ("QGMMA", "F32.E5M2.E5M2"),
     "e4m3": ("QGMMA", "F32.E4M3.E4M3"),
     "bf16": ("HGMMA", "F32.BF16"),
+    "f16": ("HGMMA", "F32"),
     "s8": ("IGMMA", "S8.S8"),
 }
 

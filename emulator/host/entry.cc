@@ -35,7 +35,8 @@ static WeightRowParams Unpack(const WeightRows& w) {
 
 int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
                        void* act, float* token_scale, const WeightRows* weight,
-                       int64_t m, int k_pad, int tile_m, int is_unsigned) {
+                       int64_t m, int k_pad, int block, int tile_m,
+                       int is_unsigned) {
   RepackV2Params p = {};
   p.packed = packed;
   p.scales = scales;
@@ -44,6 +45,7 @@ int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
   p.weight = Unpack(*weight);
   p.m = m;
   p.k_pad = k_pad;
+  p.block = block;
   p.is_unsigned = is_unsigned != 0;
   p.token_pitch = GemmV2TokenPitch(m, tile_m);
   return LaunchRepackV2(static_cast<GemmV2Path>(path), p, nullptr);
@@ -94,12 +96,13 @@ static void SetTokens(TokenParams* p, const Tokens& t) {
 
 int emulator_quantize_v2(int path, const Tokens* t, void* act,
                          float* token_scale, const WeightRows* weight,
-                         int tile_m) {
+                         int block, int tile_m) {
   QuantizeV2Params p = {};
   SetTokens(&p, *t);
   p.act = act;
   p.token_scale = token_scale;
   p.token_pitch = GemmV2TokenPitch(t->m, tile_m);
+  p.block = block;
   p.weight = Unpack(*weight);
   return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, nullptr);
 }
@@ -121,7 +124,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
                      const uint8_t* weight, const void* weight_scale,
                      const void* lora_act, const void* lora_up, void* out,
                      int64_t m, int64_t n, int k_pad, int rank, int stages,
-                     int group_m, int promote_k, int scale_dtype,
+                     int group_m, int promote_k, int block, int scale_dtype,
                      const int* smem, int dependent, int device) {
   GemmV2Params p = {};
   p.act = act;
@@ -139,6 +142,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   p.stages = stages;
   p.group_m = group_m;
   p.promote_k = promote_k;
+  p.block = block;
   p.scale_dtype = static_cast<DType>(scale_dtype);
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4], smem[5], smem[6]};
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,

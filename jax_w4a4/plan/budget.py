@@ -425,9 +425,21 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                     (200, 128, 64),  # two sets of accumulators
                     "peak_fp8",
                     stage_groups=128 // group,
-                    why="integers on the FP8 MMA, exact sums of a group times fp32 scales",
+                    why="precision='highest': integers on the FP8 MMA, exact sums of a group times "
+                    "fp32 scales",
                 )
                 for code, group in ((6, 64), (7, 128))
+            ),
+            V2Path(
+                "Int4Scaled",
+                8,
+                "f16",
+                2,
+                "power of two",
+                _V2_TILES,
+                "peak_bf16",
+                why="each code times its block scale is rounded to fp16; precision='highest' keeps "
+                "the product exact",
             ),
         )
     }
@@ -442,7 +454,9 @@ def v2_path(problem: Problem) -> V2Path | None:
         return V2_PATHS["Nvfp4Rounded" if problem.precision == "fastest" else "Nvfp4"]
     if problem.block_size == problem.k_pad:
         return V2_PATHS["Int4Row"]
-    return V2_PATHS.get(f"Int4Group{problem.block_size}")
+    if problem.precision == "highest":
+        return V2_PATHS.get(f"Int4Group{problem.block_size}")
+    return V2_PATHS["Int4Scaled"]
 
 
 def row_bytes(problem: Problem) -> int:

@@ -76,6 +76,7 @@ _V2_FIXED_ROWS = {
     "Int4Row": 30,
     "Int4Group64": 70,
     "Int4Group128": 130,
+    "Int4Scaled": 33,
 }
 _V2_COLUMN_S = {
     "Mxfp4": 1.88e-9,
@@ -85,6 +86,7 @@ _V2_COLUMN_S = {
     "Int4Row": 2.36e-9,
     "Int4Group64": 5.48e-9,
     "Int4Group128": 3.08e-9,
+    "Int4Scaled": 2.32e-9,
 }
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
@@ -486,7 +488,7 @@ def _v2_lacks(problem: Problem) -> str | None:
     """What sm90_v2 has no code for, None if it can run the problem."""
     path = budget.v2_path(problem)
     if path is None:
-        return f"int4 with blocks of {problem.block_size} is not built yet"
+        return f"int4 in blocks of {problem.block_size} with precision 'highest' is not built yet"
     if path.name == "Int4Row" and problem.k_pad > _V2_MOST_INT4_K:
         return f"K is {problem.k_pad}, int32 sums hold up to {_V2_MOST_INT4_K}"
     if problem.out_dtype != "bfloat16":

@@ -285,7 +285,7 @@ MUTANTS = (
        "RaceError UninitializedError ProtocolError DeadlockError",
        (QUANT, "slots[local], 1 + local};", "slots[local], 1};"), **_QUANT),
     _m("quantizer does not answer for LoRA-down", "protocol", FUSED, "ProtocolError",
-       (QUANT, "  if (args.wait) grid_dependency_wait();\n", ""), **_QUANT),
+       (QUANT, "  end_after_launch_beside(args);\n", ""), **_QUANT),
     _m("x past the last piece", "arithmetic", FUSED, "OutOfBoundsError",
        (TOKEN, "    if (c < chunks) {", "    if (c <= chunks) {"), **_QUANT),
     _m("partial sums before the ring is empty", "protocol", FUSED, "RaceError",

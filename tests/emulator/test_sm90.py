@@ -24,8 +24,11 @@ PATHS = (
     Case("nvfp4"),
     Case("nvfp4", precision="fastest"),
     Case("int4"),
+    Case("int4", block=64, precision="highest"),
+    Case("int4", block=128, scale_dtype="float32", precision="highest"),
     Case("int4", block=64),
     Case("int4", block=128, scale_dtype="float32"),
+    Case("int4", block=32, scale_dtype="bfloat16"),
 )
 
 
@@ -90,6 +93,32 @@ class Gemm(parameterized.TestCase):
     @parameterized.named_parameters(named(stage_cases()))
     def test_stages(self, case):
         run(case, POLICIES[(case.seed + 1) % 4], case.seed)
+
+    @parameterized.parameters(("float32", 40), ("bfloat16", 60), ("float16", 12))
+    def test_spread_int4_scales(self, dtype, spread):
+        """Blocks far below their row's largest, zero and negative scales, a row of zeros; a scale
+        that is no finite number spoils its row alone."""
+        case = Case("int4", 65, 77, 416, block=32, scale_dtype=dtype, seed=spread)
+        operands = product.make_operands(case)
+        rng = np.random.default_rng(spread)
+        for name in ("weight_scale", "act_scale"):
+            shape = operands[name].shape
+            values = rng.uniform(1, 2, shape) * np.exp2(rng.integers(-spread, 1, shape))
+            values *= rng.choice([0, -1, 1, 1], shape)
+            values[5] = 0
+            operands[name] = product.to_bits(values.astype(np.float32), dtype)
+        result = product.run(case, Options(), operands=operands)
+        product.check(case, operands, result)
+        spoiled = dict(operands)
+        values = product.from_bits(operands["weight_scale"], dtype).astype(np.float32)
+        values[3, 2], values[70, -1] = np.nan, np.inf
+        spoiled["weight_scale"] = product.to_bits(values, dtype)
+        if dtype == "bfloat16":
+            spoiled["weight_scale"][3, 2] = 0x7FC0
+        y = product.run(case, Options(), operands=spoiled).y
+        self.assertTrue(np.isnan(product.from_bf16(y[:, [3, 70]])).all())
+        rest = np.delete(np.arange(case.n), [3, 70])
+        np.testing.assert_array_equal(y[:, rest], result.y[:, rest])
 
     @parameterized.parameters(*POLICIES)
     def test_schedules_agree(self, policy):
@@ -175,6 +204,8 @@ def folded(case, packed, scales):
     """The values of the gemm's own layout: mxfp4 drops blocks 26 binades below the largest."""
     if case.path.name == "Nvfp4Rounded":
         return model.rounded_nvfp4(packed, scales)
+    if case.path.name == "Int4Scaled":
+        return model.rounded_int4(packed, scales, case.act_unsigned)
     values = model.decode(packed, scales, case.format, case.act_unsigned)
     if case.format == "mxfp4":
         byte = scales.view(np.uint8).astype(int)
@@ -195,7 +226,7 @@ SOURCES = (
 def quantizer_cases():
     """Paths x sources, with K that leaves warps and pieces without work."""
     for i, (case, source) in enumerate(itertools.product(PATHS, SOURCES)):
-        if case.precision == "highest":
+        if case.path.name == "Mxfp4Promoted":
             continue  # the quantizer of mxfp4
         k = (72, 1032, 40, 520)[i % 4]
         case = dataclasses.replace(case, **source)
@@ -255,7 +286,9 @@ class Quantizers(parameterized.TestCase):
 
 @pytest.mark.slow
 class LongQuantizers(parameterized.TestCase):
-    @parameterized.product(path=(0, 2, 3, 4, 5, 6), k=(2056, 4104, 8200, 16392), source=SOURCES)
+    @parameterized.product(
+        path=(0, 2, 3, 4, 5, 6, 7, 8, 9), k=(2056, 4104, 8200, 16392), source=SOURCES
+    )
     def test_fused(self, path, k, source):
         case = dataclasses.replace(PATHS[path], m=10, n=8, k=k, fused=True, seed=k, **source)
         check_fused(case)
