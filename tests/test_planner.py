@@ -503,6 +503,7 @@ class MeasuredPathsTest(parameterized.TestCase):
                 "Int4Group64": {"format": "int4", "block": 64, "precision": "highest"},
                 "Int4Group128": {"format": "int4", "block": 128, "precision": "highest"},
                 "Int4Scaled": {"format": "int4", "block": 64},
+                "Nvfp4": {"format": "nvfp4"},
             }[path]
             solved = plan.solve(problem(m, k, n, rank, **changes), "sm_90", kernel="sm90_v2")
             # Not every run timed one CTA beside a pair; they differ by 3 % at most.
