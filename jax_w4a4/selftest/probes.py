@@ -162,7 +162,16 @@ def call(
 # The probes
 # ------------------------------------------------------------------------------------------------
 
-SHAPES = ((72, 136), (37, 77), (1, 8))  # M, N; 77 columns are no multiple of 16 bytes
+# M, N; 77 columns are no multiple of 16 bytes.
+SHAPES = ((72, 136), (37, 77), (1, 8))
+# On a GPU the first has more than one tile of every kernel, and both halves of a pair's.
+LARGE = ((333, 392), *SHAPES[1:])
+
+
+def _shapes(large: bool) -> tuple[tuple[int, int], ...]:
+    return LARGE if large else SHAPES
+
+
 _DIGITS = (0.0, 1.0, 2.0, 4.0)  # both e2m1 and int4 have them
 
 
@@ -187,7 +196,7 @@ def _digits(count: int) -> Iterator[np.ndarray]:
 
 
 def _store(kind: Kind, large: bool) -> Iterator[Call]:
-    for m, n in SHAPES:
+    for m, n in _shapes(large):
         zero = np.zeros((m, K), np.uint8), np.zeros((n, K), np.uint8)
         yield call(kind, *zero, bias=np.arange(n) % 128)
         if n > 128:
@@ -196,14 +205,14 @@ def _store(kind: Kind, large: bool) -> Iterator[Call]:
 
 def _tokens(kind: Kind, large: bool) -> Iterator[Call]:
     # Along K everything is constant; 2^-9 = 1 / K.
-    for m, n in SHAPES[:2]:
+    for m, n in _shapes(large)[:2]:
         for digit in _digits(m):
             yield call(kind, _coded(kind, m, K, digit), _full(kind, n, K, 1),
                        act_exponents=-4, weight_exponents=-5)  # fmt: skip
 
 
 def _rows(kind: Kind, large: bool) -> Iterator[Call]:
-    for m, n in SHAPES[:2]:
+    for m, n in _shapes(large)[:2]:
         for digit in _digits(n):
             yield call(kind, _full(kind, m, K, 1), _coded(kind, n, K, digit),
                        act_exponents=-4, weight_exponents=-5)  # fmt: skip
@@ -226,13 +235,14 @@ def _depth(kind: Kind, large: bool) -> Iterator[Call]:
     rng = np.random.default_rng(0)
     for _ in range(4):
         u, v = _pairing(rng, K)
-        yield call(kind, _ones(kind, 72, u), _ones(kind, 136, v))
+        m, n = _shapes(large)[0]
+        yield call(kind, _ones(kind, m, u), _ones(kind, n, v))
 
 
 def _codes(kind: Kind, large: bool) -> Iterator[Call]:
-    m, n, k = 8, 24, 128
+    m, n, k = 8, 24, 256
     for code in range(16):
-        every, one = np.uint8(code), {"act_exponents": -3, "weight_exponents": -4}
+        every, one = np.uint8(code), {"act_exponents": -4, "weight_exponents": -4}
         yield call(kind, np.full((m, k), every), _full(kind, n, k, 1), **one)
         yield call(kind, _full(kind, m, k, 1), np.full((n, k), every), **one)
 
@@ -250,26 +260,30 @@ def _compensated(kind: Kind, rows: int, rng: np.random.Generator):
 
 def _token_scales(kind: Kind, large: bool) -> Iterator[Call]:
     rng = np.random.default_rng(1)
+    m, n = _shapes(large)[0]
     for _ in range(2):
-        codes, exponents = _compensated(kind, 72, rng)
-        yield call(kind, codes, _full(kind, 136, K, 1), act_exponents=exponents)
+        codes, exponents = _compensated(kind, m, rng)
+        yield call(kind, codes, _full(kind, n, K, 1), act_exponents=exponents)
 
 
 def _weight_scales(kind: Kind, large: bool) -> Iterator[Call]:
     rng = np.random.default_rng(2)
+    m, n = _shapes(large)[0]
     for _ in range(2):
-        codes, exponents = _compensated(kind, 136, rng)
-        yield call(kind, _full(kind, 72, K, 1), codes, weight_exponents=exponents)
+        codes, exponents = _compensated(kind, n, rng)
+        yield call(kind, _full(kind, m, K, 1), codes, weight_exponents=exponents)
 
 
 def _low_rank(kind: Kind, large: bool) -> Iterator[Call]:
     rng = np.random.default_rng(3)
-    m, n = 72, 136
+    m, n = _shapes(large)[0]
+    act = np.zeros((m, K), np.uint8)
+    act[:, :8] = kind.code(1)
     for rank in (64, 128):
         for _ in range(2):
             u, v = _pairing(rng, rank)
             yield call(
-                kind, np.zeros((m, K), np.uint8), np.zeros((n, K), np.uint8),
+                kind, act, _full(kind, n, K, 1),
                 lora_act=np.repeat(u[None].astype(float), m, 0),
                 lora_up=np.repeat(v[None].astype(float), n, 0),
             )  # fmt: skip
@@ -277,7 +291,7 @@ def _low_rank(kind: Kind, large: bool) -> Iterator[Call]:
 
 def _epilogue(kind: Kind, large: bool) -> Iterator[Call]:
     """The bias makes up for each row's channel scale, so that every cell is 5."""
-    m, n, rank = 72, 136, 64
+    (m, n), rank = _shapes(large)[0], 64
     rng = np.random.default_rng(4)
     act = np.zeros((m, K), np.uint8)
     act[:, :3] = kind.code(1)  # the product is 3, alpha 2, the low-rank branch 7
