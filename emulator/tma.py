@@ -216,6 +216,11 @@ def _box_shape(tensor: tensormap.TensorMap) -> tuple[int, ...]:
     return (*tensor.box[:0:-1], tensor.box[0] * tensor.element_bytes)
 
 
+def _filled(shape: tuple[int, ...]) -> np.ndarray:
+    """What a box holds outside the tensor."""
+    return np.zeros(shape, np.uint8)
+
+
 def _span(tensor: tensormap.TensorMap) -> int:
     inner = tensor.box[0] * tensor.element_bytes
     if tensor.swizzle and inner != tensor.swizzle:
@@ -321,7 +326,7 @@ def _tensor_load(ins: Instr) -> Node:
             )
 
             def source(found=found, view=view, inside=inside, outside=outside, tensor=tensor):
-                box = np.zeros(_box_shape(tensor), np.uint8)
+                box = _filled(_box_shape(tensor))
                 if found.initialized is not None:
                     if not view(found.initialized)[inside].all():
                         raise UninitializedError(

@@ -1,4 +1,4 @@
-"""Command line: ``python -m jax_w4a4 explain | demo | info``."""
+"""Command line: ``python -m jax_w4a4 explain | demo | selftest | info``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def _main(argv: list[str]) -> int:
         from jax_w4a4 import demo
 
         return demo.main(argv[1:]) or 0
+    if argv[:1] == ["selftest"]:
+        from jax_w4a4.selftest import runner
+
+        return runner.main(argv[1:])
     parser = _parser()
     options = parser.parse_args(argv)
     if options.command == "info":
@@ -85,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         explain.add_argument(f"--{name.replace('_', '-')}", type=int, help="force this choice")
     explain.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("demo", help="quantize a real model and compare", add_help=False)
+    commands.add_parser("selftest", help="prove the kernels on this GPU", add_help=False)
     commands.add_parser("info", help="versions, build and device, as JSON")
     return parser
 

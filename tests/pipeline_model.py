@@ -66,7 +66,16 @@ class Violation(Exception):
     """The protocol broke; the message says where."""
 
 
-class _Walk:
+def settle(barrier: tuple[int, int, int], count: int) -> tuple[int, int, int]:
+    """A barrier (phase, arrivals to come, bytes to come) after it was touched: the next phase if
+    nothing is to come."""
+    phase, arrivals, missing = barrier
+    if arrivals < 0:
+        raise Violation("a barrier gets more arrivals than it counts")
+    return (phase ^ 1, count, 0) if arrivals == 0 and missing == 0 else barrier
+
+
+class Walk:
     """A role's (slot, phase, block) walk of one ring."""
 
     def __init__(self, depth: int):
@@ -86,7 +95,7 @@ class _Walk:
 
 def producer_program(c: Config) -> list[tuple]:
     """("load", ring, slot, parity to wait for, block): acquire, arm, issue the copies."""
-    main, token = _Walk(c.stages), _Walk(c.token_stages)
+    main, token = Walk(c.stages), Walk(c.token_stages)
     flip = 0 if c.bug == "wrong_initial_phase" else 1
     ops = []
     for _ in range(c.tiles):
@@ -101,7 +110,7 @@ def producer_program(c: Config) -> list[tuple]:
 def consumer_program(c: Config) -> list[tuple]:
     """("wait", ring, slot, parity, block) starts reading; ("leave", ring, slot, block) is the MMA
     wait with the release behind it; "release" and "stop" are its halves apart (bugs only)."""
-    main, token = _Walk(c.stages), _Walk(c.token_stages)
+    main, token = Walk(c.stages), Walk(c.token_stages)
     ops = []
 
     def chain(count, keep_last):
@@ -190,12 +199,6 @@ class Model:
         pcs, _, flight, _ = state
         return not flight and all(pc == len(p) for pc, p in zip(pcs, self.programs, strict=True))
 
-    def _settle(self, barrier, count):
-        phase, arrivals, missing = barrier
-        if arrivals < 0:
-            raise Violation("a barrier gets more arrivals than it counts")
-        return (phase ^ 1, count, 0) if arrivals == 0 and missing == 0 else barrier
-
     def _touch(self, state, cta):
         pcs, _, _, ready = state
         if not ready[cta]:
@@ -217,7 +220,7 @@ class Model:
             return None
         slots = list(slots)
         f = slots[at].full
-        full = self._settle((f[0], f[1] - 1, f[2] + self.armed[ring]), self.full_count[ring])
+        full = settle((f[0], f[1] - 1, f[2] + self.armed[ring]), self.full_count[ring])
         slots[at] = slots[at]._replace(full=full)
         copies = {(cta, ring, slot, block, "weight")}
         if ring == "m":
@@ -241,7 +244,7 @@ class Model:
         at = self.index[(target, ring, slot)]
         s = slots[at]
         parts = (s.parts if s.block == block else frozenset()) | {part}
-        full = self._settle((s.full[0], s.full[1], s.full[2] - 1), self.full_count[ring])
+        full = settle((s.full[0], s.full[1], s.full[2] - 1), self.full_count[ring])
         slots = slots[:at] + (s._replace(full=full, block=block, parts=parts),) + slots[at + 1 :]
         return pcs, slots, flight - {copy}, ready
 
@@ -269,7 +272,7 @@ class Model:
                 self._touch(state, target)
                 there = self.index[(target, ring, slot)]
                 e = slots[there].empty
-                empty = self._settle((e[0], e[1] - 1, e[2]), self.empty_count[ring])
+                empty = settle((e[0], e[1] - 1, e[2]), self.empty_count[ring])
                 slots[there] = slots[there]._replace(empty=empty)
         return self._next(pcs, i), tuple(slots), flight, ready
 
@@ -307,9 +310,8 @@ class Model:
         return branches
 
 
-def explore(c: Config, reduce: bool = True, limit: int = 3_000_000) -> tuple[int, str | None]:
-    """(states visited, violation or None)."""
-    model = Model(c, reduce)
+def search(model: typing.Any, limit: int = 3_000_000) -> tuple[int, str | None]:
+    """Every state that a model can reach: (how many were visited, violation or None)."""
     start = model.initial()
     seen, stack = {start}, [start]
     try:
@@ -323,10 +325,15 @@ def explore(c: Config, reduce: bool = True, limit: int = 3_000_000) -> tuple[int
                     seen.add(s)
                     stack.append(s)
             if len(seen) > limit:
-                raise RuntimeError(f"{c}: more than {limit} states")
+                raise RuntimeError(f"{model.c}: more than {limit} states")
     except Violation as violation:
         return len(seen), str(violation)
     return len(seen), None
+
+
+def explore(c: Config, reduce: bool = True) -> tuple[int, str | None]:
+    """(states visited, violation or None)."""
+    return search(Model(c, reduce))
 
 
 def corners() -> list[Config]:

@@ -1,0 +1,650 @@
+"""The parts of the self-test, and the process that runs them (one at a time, watched by runner.py).
+
+A part returns what it did and what failed; `Session` runs the operator through the package's own
+primitives and handlers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_w4a4 import _ffi, formats, plan, primitives, reference
+from jax_w4a4.selftest import probes, record
+from jax_w4a4.selftest.probes import KINDS, PROBES, Call, Kind, Probe
+
+
+class NoGpuError(RuntimeError):
+    """There is nothing here to test."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel with a tile; no kernel stands for the jnp reference."""
+
+    kernel: str | None
+    tile_m: int = 0
+    tile_n: int = 0
+    cluster: int = 1
+
+    def __str__(self) -> str:
+        if self.kernel is None:
+            return "reference"
+        return f"{self.kernel} {self.tile_m}x{self.tile_n} on {self.cluster} CTA"
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "plan", "implementation"), donate_argnums=0, keep_unused=True
+)
+def _gemm(_, *operands, spec, plan, implementation):
+    return primitives.gemm_p.bind(*operands, spec=spec, plan=plan, implementation=implementation)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "plan", "implementation"), donate_argnums=0, keep_unused=True
+)
+def _matmul(_, *operands, spec, plan, implementation):
+    return primitives.matmul_p.bind(*operands, spec=spec, plan=plan, implementation=implementation)
+
+
+def _run(function: Callable, operands: list[Any], **static: Any) -> list[jax.Array]:
+    """The results, in buffers that held NaN before: what a kernel leaves out shows."""
+    bare = functools.partial(function.__wrapped__, None, **static)
+    poisons = [
+        jnp.asarray(np.full(int(np.prod(a.shape)) * a.dtype.itemsize, 255, np.uint8)
+                    .view(a.dtype).reshape(a.shape))
+        for a in jax.eval_shape(bare, *operands)
+    ]  # fmt: skip
+    return function(poisons, *operands, **static)
+
+
+_VECTORS = ("act_global_scale", "weight_global_scale", "channel_scale", "bias")
+
+
+class Session:
+    """The operator on this machine.
+
+    Attributes:
+      target: what to plan for, None for the jnp reference.
+    """
+
+    def __init__(self, target: plan.Target | None):
+        self.target = target
+
+    @classmethod
+    def here(cls) -> Session:
+        """On the first CUDA device.
+
+        Raises:
+          NoGpuError: with what is missing.
+        """
+        if not _ffi.has_cuda():
+            raise NoGpuError("this installation has no CUDA kernels (python -m jax_w4a4 info)")
+        try:
+            jax.local_devices(backend="cuda")
+        except RuntimeError as error:
+            raise NoGpuError(f"JAX has no CUDA device: {error}".split("\n")[0]) from None
+        try:
+            target = plan.targets.current()
+        except NotImplementedError as error:
+            raise NoGpuError(str(error)) from None
+        session = cls(target)
+        if not session.kernels():
+            built = ", ".join(sorted(_ffi.KERNELS)) or "none"
+            raise NoGpuError(f"this build has no kernel for {target.name} (it has: {built})")
+        return session
+
+    def kernels(self) -> list[str]:
+        """Designs of this target that the build can launch, the newest first."""
+        assert self.target is not None
+        cc = self.target.cc
+        return [
+            name for name, design in reversed(plan.budget.DESIGNS.items())
+            if design.implemented and cc in design.ccs and name in _ffi.KERNELS
+        ]  # fmt: skip
+
+    def spec(self, kind: Kind, k: int, k_pad: int) -> formats.Spec:
+        return formats.Spec(
+            kind.format, k, k_pad, kind.block or k_pad, kind.scale_dtype, precision=kind.precision
+        )
+
+    def problem(self, kind: Kind, m: int, n: int, k: int, k_pad: int, rank: int) -> plan.Problem:
+        half = "bfloat16"
+        return plan.Problem(
+            m, n, k_pad, rank, kind.format, kind.block or k_pad, half, half, half,
+            kind.scale_dtype, k=k, precision=kind.precision,
+        )  # fmt: skip
+
+    def plan(self, variant: Variant, problem: plan.Problem) -> plan.Plan | None:
+        if variant.kernel is None:
+            return None
+        names = {"tile_m": variant.tile_m, "tile_n": variant.tile_n, "cluster": variant.cluster}
+        forced = {name: value for name, value in names.items() if value}
+        return plan.solve(problem, self.target, kernel=variant.kernel, **forced)
+
+    def variants(self, kind: Kind, clusters: Iterable[int] = (1, 2)) -> Iterator[Variant]:
+        """Every kernel and tile that takes a format."""
+        if self.target is None:
+            yield Variant(None)
+            return
+        for kernel in self.kernels():
+            design = plan.budget.DESIGNS[kernel]
+            problem = self.problem(kind, 72, 136, probes.K, probes.K, 64)
+            try:
+                tiles = design.tiles_of(problem)
+            except KeyError:
+                continue
+            for tile in tiles:
+                variant = Variant(kernel, *tile)
+                if variant.cluster not in clusters:
+                    continue
+                try:
+                    self.plan(variant, problem)
+                except (NotImplementedError, ValueError):
+                    continue
+                yield variant
+
+    def smallest(self, kind: Kind, cluster: int) -> list[Variant]:
+        """Of each kernel the smallest tile."""
+        found: dict[str | None, Variant] = {}
+        for variant in self.variants(kind, (cluster,)):
+            best = found.setdefault(variant.kernel, variant)
+            if variant.tile_m * variant.tile_n < best.tile_m * best.tile_n:
+                found[variant.kernel] = variant
+        return list(found.values())
+
+    def gemm(self, call: Call, variant: Variant) -> np.ndarray:
+        """bf16 bits of y."""
+        kind = call.kind
+        spec = self.spec(kind, call.k, call.k)
+        problem = self.problem(kind, call.m, call.n, call.k, call.k, call.rank)
+
+        def array(name: str, dtype: str, shape: tuple[int, ...]) -> jax.Array:
+            if name not in call.arrays:
+                return jnp.zeros(shape, dtype)
+            return jnp.asarray(call.arrays[name].view(getattr(ml_dtypes, dtype, dtype)))
+
+        def vector(name: str) -> jax.Array:
+            return array(name, "float32", (0,))
+
+        operands = [
+            array("packed", "uint8", ()),
+            array("act_scale", kind.scale_dtype, ()),
+            vector("act_global_scale"),
+            array("lora_act", "bfloat16", (call.m, 0)),
+            array("weight", "uint8", ()),
+            array("weight_scale", kind.scale_dtype, ()),
+            vector("weight_global_scale"),
+            array("lora_up", "bfloat16", (call.n, 0)),
+            vector("channel_scale"),
+            vector("bias"),
+        ]
+        y, *_ = _run(
+            _gemm, operands, spec=spec, plan=self.plan(variant, problem),
+            implementation=None if variant.kernel else "xla",
+        )  # fmt: skip
+        return np.asarray(y).view(np.uint16)
+
+
+# ------------------------------------------------------------------------------------------------
+# Parts
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a part found.
+
+    Attributes:
+      checks: comparisons made.
+      failures: what was wrong, one text each.
+      facts: figures worth keeping.
+    """
+
+    checks: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self, ok: bool, what: Callable[[], str] | str) -> None:
+        self.checks += 1
+        if not ok:
+            self.failures.append(what if isinstance(what, str) else what())
+
+
+def preflight(session: Session) -> Outcome:
+    """device, driver, build, one launch"""
+    out = Outcome()
+    device = jax.local_devices()[0]
+    out.facts = {
+        "gpu": device.device_kind,
+        "compute_capability": str(getattr(device, "compute_capability", "")),
+        "sm_count": getattr(device, "core_count", None),
+        "driver": record.driver_version(),
+        "extension_sha256": record.extension_hash(),
+        "jax": jax.__version__,
+        "build": {k: v if isinstance(v, (str, bool)) else list(v or ())
+                  for k, v in _ffi.build_info().items()},
+    }  # fmt: skip
+    if session.target is not None:
+        out.facts["kernels"] = session.kernels()
+        out.check(out.facts["driver"] is not None, "the driver's version cannot be read")
+        archs = {arch.rstrip("af") for arch in _ffi.build_info()["cuda_archs"]}
+        cc = str(session.target.cc)
+        out.check(cc in archs, f"the build has machine code for {sorted(archs)}, not for {cc}")
+    one = next(iter(probes.BY_NAME["store"].calls(KINDS[0], False)))
+    for variant in session.smallest(KINDS[0], 1):
+        session.gemm(one, variant)
+        out.checks += 1
+    return out
+
+
+def probe(session: Session, which: Probe) -> Outcome:
+    out = Outcome()
+    for kind in KINDS:
+        _probe(session, out, which, kind, session.smallest(kind, 1))
+    return out
+
+
+def _probe(session: Session, out: Outcome, which: Probe, kind: Kind, variants: list) -> None:
+    calls = list(which.calls(kind, session.target is not None)) if variants else []
+    for variant in variants:
+        results = [session.gemm(call, variant) for call in calls]
+        wrong = probes.mismatches(which, calls, results)
+        out.checks += len(calls)
+        out.failures += [f"{kind}, {variant}: {text}" for text in wrong]
+
+
+def pair(session: Session) -> Outcome:
+    """two CTAs: multicast, cluster barriers, and what a pair divides"""
+    out = Outcome()
+    for kind in KINDS:
+        for which in PROBES:
+            variants = [v for v in session.smallest(kind, 2) if v.kernel]
+            _probe(session, out, which, kind, variants)
+    return out
+
+
+def exact_call(kind: Kind, m: int, n: int, k: int, rank: int, seed: int) -> Call:
+    """Small integers under powers of two: sums are exact in any order, in 13 bits as well."""
+    rng = np.random.default_rng(seed)
+    codes = np.array([kind.code(v) for v in (0, 0, 1, -1, 2, -2)], np.uint8)
+    blocks = k // (kind.block or k)
+    lora = {}
+    if rank:
+        lora = {"lora_act": rng.integers(-2, 3, (m, rank)).astype(float),
+                "lora_up": rng.integers(-2, 3, (n, rank)).astype(float)}  # fmt: skip
+    return probes.call(
+        kind, codes[rng.integers(0, 6, (m, k))], codes[rng.integers(0, 6, (n, k))],
+        act_exponents=rng.integers(0, 2, (m, blocks)),
+        weight_exponents=rng.integers(-1, 1, (n, blocks)),
+        channel_scale=rng.choice([-1.0, 0.5, 2.0], n),
+        bias=rng.integers(-8, 9, n).astype(float), **lora,
+    )  # fmt: skip
+
+
+# M, N, K before padding, rank; the first for every tile.
+EXACT = ((300, 600, 1056, 128), (1, 8, 32, 0), (70, 264, 416, 32), (257, 129, 608, 0))
+
+
+def exact(session: Session) -> Outcome:
+    """ragged sizes, ranks 0, 32, 128, every kernel and tile, bit for bit"""
+    out = Outcome()
+    for kind in KINDS:
+        variants = list(session.variants(kind))
+        few = session.smallest(kind, 1) + [v for v in session.smallest(kind, 2) if v.kernel]
+        for i, (m, n, k, rank) in enumerate(EXACT if variants else ()):
+            one = exact_call(kind, m, n, formats.padded_k(k, kind.block), rank, k + rank)
+            for variant in variants if i == 0 else few:
+                wrong = session.gemm(one, variant) != probes.bf16(one.want)
+                out.check(
+                    not wrong.any(),
+                    lambda v=variant, w=wrong, c=one: (
+                        f"{c.kind}, {v}, {c.m}x{c.k}x{c.n} "
+                        f"r{c.rank}: {np.count_nonzero(w)} of {w.size} cells are wrong"
+                    ),
+                )
+    return out
+
+
+def _sum_loss(session: Session, kind: Kind, variant: Variant) -> float:
+    """Part of the sum of all absolute terms that a result may be off by (docs/numerics.md)."""
+    design = plan.budget.DESIGNS.get(variant.kernel or "")
+    if design is None:
+        return 2.0**-18
+    if design.private_layout:
+        path = plan.budget.v2_path(session.problem(kind, 1, 8, 128, 128, 0))
+        return {"e5m2": 2.0**-11, "e4m3": 2.0**-10}.get(path.operand if path else "", 2.0**-15)
+    # fp32 on the CUDA cores of Hopper; what tcgen05 keeps of 4-bit products is not published.
+    return 2.0**-18 if 90 in design.ccs else 2.0**-11
+
+
+def random(session: Session) -> Outcome:
+    """random operands against float64, every cell within its bound"""
+    out = Outcome()
+    worst = 0.0
+    for kind in KINDS:
+        few = session.smallest(kind, 1) + [v for v in session.smallest(kind, 2) if v.kernel]
+        for variant in few:
+            one = random_call(kind, 200, 264, formats.padded_k(1056, kind.block), 32)
+            bound = np.abs(one.want) * 2.0**-8
+            bound += _magnitude(one) * _sum_loss(session, kind, variant)
+            got = probes.from_bf16(session.gemm(one, variant)).astype(float)
+            ratio = np.nan_to_num(np.abs(got - one.want) / bound, nan=np.inf)
+            worst = max(worst, float(ratio.max()))
+            out.check(
+                bool((ratio <= 1).all()),
+                lambda v=variant, r=ratio, c=one: (
+                    f"{c.kind}, {v}: "
+                    f"{np.count_nonzero(r > 1)} of {r.size} cells beyond their bound, the worst "
+                    f"{r.max():.3g} times"
+                ),
+            )
+    out.facts["largest_error_over_bound"] = round(worst, 4)
+    return out
+
+
+def random_call(kind: Kind, m: int, n: int, k: int, rank: int) -> Call:
+    rng = np.random.default_rng(rank + k)
+    blocks = k // (kind.block or k)
+    # nvfp4 "fastest" rounds values times scales; with one scale per row it rounds none.
+    per_row = kind.precision == "fastest"
+
+    def exponents(rows: int) -> np.ndarray:
+        return rng.integers(-3, 4, (rows, 1 if per_row else blocks))
+
+    return probes.call(
+        kind, rng.integers(0, 16, (m, k), np.uint8), rng.integers(0, 16, (n, k), np.uint8),
+        act_exponents=exponents(m), weight_exponents=exponents(n),
+        lora_act=probes.from_bf16(probes.bf16(rng.standard_normal((m, rank)))).astype(float),
+        lora_up=probes.from_bf16(probes.bf16(rng.standard_normal((n, rank)))).astype(float),
+        channel_scale=rng.uniform(-1.5, 1.5, n).astype(np.float32).astype(float),
+        bias=rng.standard_normal(n).astype(np.float32).astype(float),
+    )  # fmt: skip
+
+
+def _dtype(kind: Kind) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, kind.scale_dtype, kind.scale_dtype))
+
+
+def _values(kind: Kind, packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    block = codes.shape[1] // scale.shape[1]
+    return kind.values(codes) * np.repeat(scale.astype(float), block, 1)
+
+
+def _magnitude(one: Call) -> np.ndarray:
+    """The sum of the absolute terms of every cell."""
+    a = one.arrays
+    x, w = (
+        np.abs(_values(one.kind, a[name], a[scale].view(_dtype(one.kind))))
+        for name, scale in (("packed", "act_scale"), ("weight", "weight_scale"))
+    )
+    total = x @ w.T
+    total *= np.abs(a["channel_scale"])
+    total += np.abs(probes.from_bf16(a["lora_act"])) @ np.abs(probes.from_bf16(a["lora_up"])).T
+    return total + np.abs(a["bias"])
+
+
+def _whole(session: Session, kind: Kind, m: int, n: int, k: int, rank: int, seed: int = 0):
+    """A function that runs the whole call from x and returns y; its operands; its spec."""
+    rng = np.random.default_rng(seed)
+    k_pad = formats.padded_k(k, kind.block)
+    spec = session.spec(kind, k, k_pad)
+    weight = exact_call(kind, 1, n, k_pad, 0, seed)
+    bf = ml_dtypes.bfloat16
+    x = rng.standard_normal((m, k)) * np.exp2(rng.integers(-3, 4, (m, 1)))
+    scale = weight.arrays["weight_scale"].view(_dtype(kind))
+    operands = [
+        jnp.asarray(x.astype(bf)),
+        jnp.asarray(rng.uniform(0.5, 2, k).astype(np.float32)),
+        jnp.zeros((0,), jnp.float32),
+        jnp.asarray((rng.standard_normal((k, rank)) / np.sqrt(k)).astype(bf)),
+        jnp.asarray(weight.arrays["weight"]),
+        jnp.asarray(scale),
+        jnp.zeros((0,), jnp.float32),
+        jnp.asarray(rng.standard_normal((n, rank)).astype(bf)),
+        jnp.asarray(rng.uniform(-1.5, 1.5, n).astype(np.float32)),
+        jnp.asarray(rng.standard_normal(n).astype(np.float32)),
+    ]
+    found = None
+    if session.target is not None:
+        problem = session.problem(kind, m, n, k, k_pad, rank)
+        try:
+            found = plan.solve(problem, session.target)
+        except NotImplementedError:
+            return None, operands, spec
+    static = {"spec": spec, "plan": found, "implementation": "cuda" if found else "xla"}
+    return (lambda: _run(_matmul, operands, **static)[0]), operands, spec
+
+
+def quantizer(session: Session) -> Outcome:
+    """codes, scales and LoRA-down from x, and y from x, against the reference on the CPU"""
+    out = Outcome()
+    cpu = jax.local_devices(backend="cpu")[0]
+    quantize = jax.jit(reference.quantize_activation_ref, static_argnames="spec")
+    for kind in KINDS:
+        for m, k, rank in ((70, 416, 32), (300, 1032, 0), (257, 2048, 128)):
+            n = 264
+            run, operands, spec = _whole(session, kind, m, n, k, rank, k)
+            if run is None:
+                continue
+            where = f"{kind}, {m}x{k}x{n} r{rank}"
+            xp, xs, la = map(np.asarray, quantize(*jax.device_put(operands[:4], cpu), spec=spec))
+            found = None
+            if session.target is not None:
+                problem = session.problem(kind, m, 0, k, spec.k_pad, rank)
+                found = plan.solve(problem, session.target)
+            bind = functools.partial(
+                primitives.quantize_p.bind, spec=spec, plan=found,
+                implementation="cuda" if found else "xla",
+            )  # fmt: skip
+            codes, scales, down = map(np.asarray, jax.jit(bind)(*operands[:4]))
+            out.check(codes.tobytes() == xp.tobytes(), f"{where}: codes differ")
+            out.check(scales.tobytes() == xs.tobytes(), f"{where}: block scales differ")
+            size = np.abs(np.asarray(operands[0], float)) @ np.abs(np.asarray(operands[3], float))
+            la, down = la.astype(float), down.astype(float)
+            near = np.abs(down - la) <= np.abs(la) * 2.0**-7 + size * 2.0**-16
+            out.check(bool(near.all()), f"{where}: LoRA-down is off")
+            want, bound = _whole_reference(kind, operands, spec, xp, xs, la)
+            error = np.abs(np.asarray(run()).astype(float) - want)
+            near = error <= bound
+            out.check(
+                bool(near.all()),
+                f"{where}: {np.count_nonzero(~near)} of {near.size} cells of y from x are off",
+            )
+    return out
+
+
+def _whole_reference(kind: Kind, operands: list, spec: formats.Spec, xp, xs, la):
+    """float64 y of the quantized x, and what every cell may be off by."""
+
+    x = _values(kind, xp, xs)
+    w = _values(kind, *map(np.asarray, operands[4:6]))
+    up, channel, bias = (np.asarray(v).astype(float) for v in operands[7:])
+    y = x @ w.T * channel + la @ up.T + bias
+    size = np.abs(x) @ np.abs(w).T * np.abs(channel)
+    # "fastest" rounds each factor of a product to three bits after the leading one.
+    part = 2.0**-3 if kind.precision == "fastest" else 2.0**-10
+    low_rank = np.abs(la) @ np.abs(up).T * 2.0**-7
+    return y, np.abs(y) * 2.0**-8 + (size + np.abs(bias)) * part + low_rank
+
+
+REPEATS = 100
+
+
+def _digest(y: jax.Array) -> str:
+    return hashlib.sha256(np.asarray(y).tobytes()).hexdigest()
+
+
+def _loops(session: Session) -> dict[str, Callable[[], jax.Array]]:
+    """Whole calls that keep every SM busy, one per format."""
+    out = {}
+    m, n, k = (1100, 2184, 1280) if session.target is not None else (40, 72, 160)
+    for i, kind in enumerate(KINDS):
+        run, *_ = _whole(session, kind, m, n, k, 128 if i % 2 else 32, i)
+        if run is not None:
+            out[str(kind)] = run
+    return out
+
+
+def _repeated(out: Outcome, loops: dict[str, Callable], repeats: int) -> None:
+    for name, run in loops.items():
+        digests = {_digest(run()) for _ in range(repeats)}
+        out.check(len(digests) == 1, f"{name}: {len(digests)} results in {repeats} runs")
+
+
+def repeat(session: Session) -> Outcome:
+    """the same bits in every run"""
+    out = Outcome()
+    _repeated(out, _loops(session), REPEATS if session.target is not None else 3)
+    return out
+
+
+def threads(session: Session) -> Outcome:
+    """the same bits when four threads call at once"""
+    out = Outcome()
+    loops = _loops(session)
+    alone = {name: _digest(run()) for name, run in loops.items()}
+    names = list(loops) * (12 if session.target is not None else 2)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = pool.map(lambda name: (name, _digest(loops[name]())), names)
+    for name, digest in together:
+        out.check(digest == alone[name], f"{name}: another result beside other threads")
+    return out
+
+
+def neighbour(session: Session) -> Outcome:
+    """the same bits while another process keeps the memory busy"""
+    out = Outcome()
+    loops = _loops(session)
+    alone = {name: _digest(run()) for name, run in loops.items()}
+    ready = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jax_w4a4.selftest.parts", "--hog"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert ready.stdout is not None
+        out.check(ready.stdout.readline().startswith("busy"), "the other process did not start")
+        for name, run in loops.items():
+            for _ in range(20 if session.target is not None else 2):
+                out.check(_digest(run()) == alone[name], f"{name}: another result")
+    finally:
+        ready.kill()
+        ready.wait()
+    return out
+
+
+def hog(seconds: float = 120) -> None:
+    """Streams memory until it is killed, at most two minutes."""
+    x = jnp.zeros((1 << 26 if jax.default_backend() == "gpu" else 1 << 16,), jnp.float32)
+    step = jax.jit(lambda v: v + 1)
+    x = step(x).block_until_ready()
+    print("busy", flush=True)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        x = step(x).block_until_ready()
+
+
+PARTS: dict[str, Callable[[Session], Outcome]] = {
+    "preflight": preflight,
+    **{p.name: functools.partial(probe, which=p) for p in PROBES},
+    "pair": pair,
+    "quantizer": quantizer,
+    "exact": exact,
+    "random": random,
+    "repeat": repeat,
+    "threads": threads,
+    "neighbour": neighbour,
+}
+
+
+def describe(name: str) -> str:
+    """What a part tests, in one line."""
+    if name in probes.BY_NAME:
+        return probes.BY_NAME[name].assumption
+    return (PARTS[name].__doc__ or "").split("\n")[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# The process
+# ------------------------------------------------------------------------------------------------
+
+MOST_FAILURES = 20
+
+
+def run_parts(names: Iterable[str], out: pathlib.Path, make: Callable[[], Session]) -> None:
+    """Runs parts in order and appends a line of JSON to `out` before and after each.
+
+    Returns after a part that raised: what an error of the driver leaves behind is not to be
+    trusted.
+    """
+    with out.open("a") as file:
+
+        def write(**line: Any) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        try:
+            session = make()
+        except NoGpuError as error:
+            write(nothing=str(error))
+            return
+        for name in names:
+            write(start=name)
+            started = time.monotonic()
+            raised = False
+            try:
+                found = PARTS[name](session)
+            except Exception as error:
+                raised = True
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                at = f"{pathlib.Path(last.filename).name}:{last.lineno}"
+                found = Outcome(failures=[f"{type(error).__name__} ({at}): {error}"[:2000]])
+            if not found.checks and not found.failures and name != "pair":
+                found.failures.append("nothing was checked")
+            write(
+                part=name,
+                seconds=round(time.monotonic() - started, 2),
+                checks=found.checks,
+                failures=found.failures[:MOST_FAILURES],
+                more_failures=max(0, len(found.failures) - MOST_FAILURES),
+                facts=found.facts,
+            )
+            if raised:
+                return
+
+
+def main(make: Callable[[], Session] = Session.here) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hog", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
+    if args.hog:
+        hog()
+        return
+    # The self-test itself is what the record is about.
+    os.environ[record.ENV_ALLOW] = "1"
+    run_parts(args.names, args.out, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The probes of `python -m jax_w4a4 selftest`, executed by the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import sm100
+
+from emulator import EmulationError, Options, product
+from jax_w4a4.selftest import probes
+
+# What tests/emulator/kernels/sm100_gemm.cu has no code for: it stores fp32, without bias or scales.
+SM100_LACKS = {"store", "epilogue", "rounding"}
+
+
+def product_case(call: probes.Call, cluster: int) -> product.Case:
+    return product.Case(
+        call.kind.format, call.m, call.n, call.k, call.rank, call.kind.precision,
+        call.kind.block or 0 if call.kind.format == "int4" else 0, cluster=cluster, clusters=1,
+        promote_k=128 if call.kind.precision == "highest" else None,
+    )  # fmt: skip
+
+
+def on_sm90(call: probes.Call, cluster: int = 1, options: Options | None = None) -> np.ndarray:
+    """bf16 bits of y from sm90_v2 behind its repack, launched by the product's host code."""
+    result = product.run(product_case(call, cluster), options, operands=call.arrays)
+    if not result.written.all():
+        raise product.WrongCells("bytes of y are unwritten")
+    return result.y
+
+
+def on_sm100(call: probes.Call, group: int = 1, options: Options | None = None) -> np.ndarray:
+    """The same from the block-scaled tcgen05 test kernel, CTA alone or in a pair."""
+    lora = {name: call.arrays.get(name) for name in ("lora_act", "lora_up")}
+    # Whole stages: K that is none is filled up by the copy engine, as are its scales.
+    case = sm100.Case(call.kind.format, group, call.m, call.n, call.k, call.rank)
+    operands = sm100.Operands(
+        call.arrays["packed"], call.arrays["weight"], call.arrays["act_scale"],
+        call.arrays["weight_scale"], alpha=1.0, **lora,
+    )  # fmt: skip
+    y, _, _ = sm100.run(case, options, operands=operands)
+    return probes.bf16(y)
+
+
+def failures(probe: probes.Probe, kind: probes.Kind, run, *args) -> list[str]:
+    """What a probe has to say about an emulated kernel; an emulation error is a failure."""
+    calls = list(probe.calls(kind, False))
+    results = []
+    for one in calls:
+        try:
+            results.append(run(one, *args))
+        except (EmulationError, product.WrongCells) as error:
+            return [f"{type(error).__name__}: {error}"]
+    return probes.mismatches(probe, calls, results)
+
+
+def failing(kind: probes.Kind, run, *args, names: Sequence[str] | None = None) -> set[str]:
+    return {
+        probe.name
+        for probe in probes.PROBES
+        if (names is None or probe.name in names) and failures(probe, kind, run, *args)
+    }
