@@ -26,7 +26,7 @@ from jax_w4a4.selftest import probes
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 
 NAMES = tuple(probe.name for probe in probes.PROBES)
-SM90_KINDS = tuple(k for k in probes.KINDS if k.block != 32 or k.format != "int4")
+SM90_KINDS = probes.KINDS
 SM100_KINDS = tuple(k for k in probes.KINDS if k.format != "int4" and not k.precision)
 SM100_NAMES = tuple(name for name in NAMES if name not in machine.SM100_LACKS)
 NVFP4, MXFP4 = SM100_KINDS
