@@ -93,6 +93,8 @@ class Call:
         name = f"kernel {self.plan.kernel}"
         if not design.code:
             return f"{name}: an account for comparison, no kernel of this project"
+        if not design.runs(self.plan.lora_stages):
+            return f"{name}: an account for comparison, the kernel streams the low-rank branch"
         built = _built_kernels()
         if design.name in built:
             where = "in this build"
