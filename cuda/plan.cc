@@ -215,8 +215,10 @@ ffi::Error CheckSm100Regions(const PlanAttrs& p, const SpecAttrs& s,
       {"barriers", p.off_barriers, p.bytes_barriers,
        std::max(p.bytes_barriers, barriers), 1},
   };
+  for (const Region& r : regions) {
+    if (ffi::Error e = CheckRegion(r, p.smem_bytes); e.failure()) return e;
+  }
   for (const Region& a : regions) {
-    if (ffi::Error e = CheckRegion(a, p.smem_bytes); e.failure()) return e;
     for (const Region& b : regions) {
       if (&a < &b && Overlap(a, b)) {
         return Precondition("plan lets ", a.name, " overlap ", b.name);

@@ -136,6 +136,17 @@ class MissingKernelTest(parameterized.TestCase):
             self.assertRegex(primitives._missing_kernel(account, None), "account.*no kernel")
         self.assertIsNone(primitives._missing_kernel(self.sm100, None))
 
+    def test_a_kernel_that_never_ran_on_its_chip(self):
+        """It asks for a self-test of this machine; a kernel that did run does not."""
+        built = mock.patch.object(_ffi, "KERNELS", frozenset({"sm90_v1", "sm100_v2"}))
+        with mock.patch.object(_ffi, "has_cuda", return_value=True), built:
+            with mock.patch.dict("os.environ", JAX_W4A4_ALLOW_UNPROVEN="0"):
+                why = primitives._missing_kernel(self.sm100, 100)
+                self.assertRegex(why, "sm100_v2 .*selftest.*ALLOW_UNPROVEN=1.*'xla'")
+                self.assertIsNone(primitives._missing_kernel(self.sm90, 90))
+            with mock.patch.dict("os.environ", JAX_W4A4_ALLOW_UNPROVEN="1"):
+                self.assertIsNone(primitives._missing_kernel(self.sm100, 100))
+
 
 class AbstractTest(parameterized.TestCase):
     """Result shapes, and typed errors for operands that don't fit."""
@@ -292,7 +303,7 @@ class CudaLoweringTest(parameterized.TestCase):
     def test_blackwell(self):
         """Lowered for another machine: the tcgen05 kernel, v1 for what that one lacks, and an error
         where a kernel is asked for by name."""
-        x = cases.activation(64, K)
+        x = cases.activation(64, K, dtype="bfloat16")
         for format, kernel in (("nvfp4", 2), ("int4", 10)):
             w = cases.weight(N, K, format, rank=RANK)
             text = cuda_text(lambda x, w=w: matmul(x, w), x)

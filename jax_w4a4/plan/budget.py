@@ -589,8 +589,9 @@ def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...
     """The persistent, warp-specialised kernel for sm_100/sm_103 (cuda/sm100_gemm.cuh).
 
     Accumulators are in TMEM. A K step is 256 4-bit elements = 128 bytes per row. With
-    ``lora_stages == 0`` the low-rank operands take the main ring's slots as extra steps of 64 ranks (64 bf16 = 128 bytes per row)
-    after the K loop and own no bytes; dedicated LoRA stages are an account without a kernel.
+    ``lora_stages == 0`` the low-rank operands take the main ring's slots as extra steps of 64 ranks
+    (64 bf16 = 128 bytes per row) after the K loop and own no bytes; dedicated LoRA stages are an
+    account without a kernel.
     Block scales keep the 128x4 atom, so rows round up to 128.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
