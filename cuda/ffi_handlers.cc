@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "plan.h"
+#include "sm100_down.h"
 #include "sm100_gemm.h"
+#include "sm100_quantize.h"
 #include "sm100_scales.h"
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
@@ -464,6 +466,21 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
 // LoRA-down; what follows may run beside it.
 Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
            const SpecAttrs& spec, int device) {
+  if (Dim(q.lora_down, 1) == 0) return Error::Success();
+  if (plan.IsBlackwell()) {
+    Sm100DownParams d = {};
+    d.x = q.x.untyped_data();
+    d.lora_down = q.lora_down.untyped_data();
+    d.lora_act = q.lora_act.untyped_data();
+    d.m = Dim(q.x, 0);
+    d.k = static_cast<int>(spec.k);
+    d.rank = static_cast<int>(Dim(q.lora_down, 1));
+    d.stages = static_cast<int>(plan.down_stages);
+    d.off_barriers = static_cast<int>(plan.off_down_barriers);
+    d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
+    W4A4_CUDA(LaunchSm100Down(d, device, stream));
+    return Error::Success();
+  }
   DownV2Params d = {};
   d.x = q.x.untyped_data();
   d.lora_down = q.lora_down.untyped_data();
@@ -475,7 +492,7 @@ Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
   d.stages = static_cast<int>(plan.down_stages);
   d.off_barriers = static_cast<int>(plan.off_down_barriers);
   d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
-  if (d.rank > 0) W4A4_CUDA(LaunchDownV2(d, device, stream));
+  W4A4_CUDA(LaunchDownV2(d, device, stream));
   return Error::Success();
 }
 
@@ -574,9 +591,11 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
-// From x, without the public layout: q.packed and q.scales are empty.
+// From x, straight into the gemm's layout: q.scales is empty, q.packed has
+// `packed_rows`.
 Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
-                 const PlanAttrs& plan, const SpecAttrs& spec) {
+                 int64_t packed_rows, const PlanAttrs& plan,
+                 const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   const int64_t rank = Dim(g.lora_up, 1);
   W4A4_RETURN_IF_ERROR(Check("x", q.x, kFloats, {kAny, spec.k}));
@@ -590,7 +609,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
         Check("lora_act", q.lora_act, {DataType::BF16}, {m, rank}));
   }
   W4A4_RETURN_IF_ERROR(
-      Check("packed", q.packed, {DataType::U8}, {0, spec.k_pad / 2}));
+      Check("packed", q.packed, {DataType::U8}, {packed_rows, spec.k_pad / 2}));
   W4A4_RETURN_IF_ERROR(CheckScales("scales", q.scales, 0, spec));
   W4A4_RETURN_IF_ERROR(
       Check("packed", g.weight, {DataType::U8}, {kAny, spec.k_pad / 2}));
@@ -600,7 +619,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
   W4A4_RETURN_IF_ERROR(Check("lora_up", g.lora_up, kFloats, {n, kAny}));
   W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", g.channel_scale, n));
   W4A4_RETURN_IF_ERROR(CheckOptional("bias", g.bias, n));
-  W4A4_RETURN_IF_ERROR(Check("result", g.out, {DataType::BF16}, {m, n}));
+  W4A4_RETURN_IF_ERROR(Check("result", g.out, kFloats, {m, n}));
   W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
   return CheckGemmRegions(plan, spec, rank);
 }
@@ -611,7 +630,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   int device = 0;
   if (plan.QuantizerIsV2()) {
-    W4A4_RETURN_IF_ERROR(CheckFused(q, g, plan, spec));
+    W4A4_RETURN_IF_ERROR(CheckFused(q, g, 0, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckV2Types(g));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckDevice(
@@ -680,6 +699,22 @@ Error Sm100Scales(cudaStream_t stream, const GemmBuffers& b,
   return Error::Success();
 }
 
+// LoRA-down, then beside it the quantizer, which leaves both sets of atoms.
+Error QuantizeSm100(cudaStream_t stream, const QuantizeBuffers& q,
+                    const GemmBuffers& b, const AtomBuffers& w,
+                    const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
+  Sm100QuantizeParams p = {};
+  SetTokens(&p, q, plan, spec);
+  p.packed = q.packed.untyped_data();
+  p.act_atoms = static_cast<uint8_t*>(w.act.untyped_data());
+  p.weight_scale = static_cast<const uint8_t*>(b.weight_scale.untyped_data());
+  p.weight_atoms = static_cast<uint8_t*>(w.weight.untyped_data());
+  p.n = Dim(b.weight, 0);
+  W4A4_CUDA(LaunchSm100Quantize(static_cast<Format>(spec.format), p, stream));
+  return Error::Success();
+}
+
 Error GemmSm100(cudaStream_t stream, const GemmBuffers& b, const AtomBuffers& w,
                 const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   Sm100GemmParams p = {};
@@ -734,6 +769,15 @@ Error MatmulSm100(cudaStream_t stream, const QuantizeBuffers& q,
                   const PlanAttrs& plan, const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   int device = 0;
+  if (plan.QuantizerIsSm100()) {
+    W4A4_RETURN_IF_ERROR(CheckFused(q, g, m, plan, spec));
+    W4A4_RETURN_IF_ERROR(CheckSm100(g, w, m, n, spec));
+    W4A4_RETURN_IF_ERROR(CheckDevice(
+        plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(QuantizeSm100(stream, q, g, w, plan, spec, device));
+    return GemmSm100(stream, g, w, plan, spec, device);
+  }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckSm100(g, w, m, n, spec));

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 
+#include "sm100_down.h"
 #include "sm90_down_v2.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
@@ -356,7 +357,7 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
       return Invalid("plan holds ", value, "; expected 0 <= value < 2^31");
     }
   }
-  const bool blackwell = p.IsSm100() || p.Is(KernelId::kSm100V1);
+  const bool blackwell = p.IsBlackwell();
   if (!p.IsV1() && !p.IsV2() && !p.IsSm100()) {
     return Precondition("plan asks for kernel ", p.kernel,
                         "; expected 1 (sm90_v1), 3 (sm90_v2), 10 (sm100_v1) or "
@@ -385,17 +386,37 @@ ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
 
 namespace {
 
-// Quantizers 2 and 3, which hold a token in registers and leave LoRA-down to a
+// LoRA-down for Blackwell.
+ffi::Error CheckSm100Down(const PlanAttrs& p) {
+  const int64_t ring = kSm100DownStageBytes * p.down_stages;
+  if (p.down_cluster == 1 && p.down_stages >= 2 &&
+      p.off_down_barriers % 8 == 0 && p.off_down_barriers >= ring &&
+      p.off_down_barriers + 16 * p.down_stages <= p.down_smem_bytes) {
+    return ffi::Error::Success();
+  }
+  return Precondition("plan gives LoRA-down cluster ", p.down_cluster, ", ",
+                      p.down_stages, " stages, barriers at ",
+                      p.off_down_barriers, " of ", p.down_smem_bytes,
+                      " bytes; it needs cluster 1, 2.. stages, barriers behind ",
+                      ring, " bytes of ring");
+}
+
+// Quantizers 2 to 4, which hold a token in registers and leave LoRA-down to a
 // launch of its own.
 ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                int64_t rank) {
-  if (p.QuantizerIsV2() != p.IsV2() || s.k % 8 != 0 || rank % 16 != 0 || rank > kDownV2MaxRank ||
+  const int64_t ranks = p.IsBlackwell() ? 8 : 16;
+  const int64_t most = p.IsBlackwell()
+                           ? std::numeric_limits<int32_t>::max()
+                           : static_cast<int64_t>(kDownV2MaxRank);
+  if (p.QuantizerIsV2() != p.IsV2() || p.QuantizerIsSm100() != p.IsSm100() ||
+      s.k % 8 != 0 || rank % ranks != 0 || rank > most ||
       (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
         "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernel "
-        "sm90_v2 and 3 without one, rank a multiple of 16 up to ",
-        kDownV2MaxRank, ", LoRA-down on x; got kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
-        s.lora_smoothed);
+        "sm90_v2, 4 before sm100_v2 and 3 without one, rank a multiple of ",
+        ranks, " up to ", most, ", LoRA-down on x; got kernel ", p.kernel, ", k ",
+        s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
   }
   const bool compiled = HasTokenQuantizer(p.q_lane_chunks, p.q_warps);
   if (!compiled || s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) ||
@@ -413,6 +434,7 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                : Precondition("plan launches LoRA-down, but "
                                               "lora_down has rank 0");
   }
+  if (p.IsBlackwell()) return CheckSm100Down(p);
   const int64_t ring = DownV2StageBytes(rank) * p.down_stages;
   const int64_t barriers = 16 * p.down_stages;
   if (p.down_cluster < 1 || p.down_cluster > kDownV2MaxCluster ||
@@ -434,7 +456,7 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
-  if (p.QuantizerIsV2() || p.QuantizerIsPublic()) {
+  if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);
   }
   const int64_t needed = QuantizeSmemBytes(rank > 0);

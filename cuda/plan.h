@@ -23,7 +23,7 @@ enum class KernelId : int64_t {
   kSm100V1 = 10,
 };
 // Values of PlanAttrs::q_kernel.
-enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
+enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3, kSm100 = 4 };
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
@@ -62,6 +62,10 @@ struct PlanAttrs {
   bool QuantizerIsPublic() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kPublic);
   }
+  bool QuantizerIsSm100() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kSm100);
+  }
+  bool IsBlackwell() const { return Is(KernelId::kSm100V1) || IsSm100(); }
 };
 
 struct SpecAttrs {

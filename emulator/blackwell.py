@@ -54,6 +54,7 @@ class Case:
     smooth: bool = True
     x_dtype: str = "bfloat16"
     rule: str = "rceil"
+    act_unsigned: bool = False
 
     @property
     def block(self) -> int:
@@ -159,8 +160,10 @@ class Result:
     """Bits that the kernels wrote."""
 
     y: np.ndarray
+    packed: np.ndarray
     act_atoms: np.ndarray
     weight_atoms: np.ndarray
+    lora_act: np.ndarray | None
     written: np.ndarray  # per byte of y: the CTA that wrote it, or 0
     instructions: int
     seconds: float
@@ -174,7 +177,7 @@ def run(
     operands: dict[str, np.ndarray] | None = None,
     changes: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Result:
-    """The scales' launch, then the gemm as a dependent launch.
+    """The scales' launch, or LoRA-down and the quantizer; then the gemm as a dependent launch.
 
     Args:
       changes: to attributes of the plan, for seeded bugs of the account.
@@ -197,11 +200,28 @@ def run(
         return buffers[name].base if name in buffers else None
 
     pointer, long = ctypes.c_void_p, ctypes.c_int64
-    driver.call(
-        "emulator_sm100_scales", pointer(address("act_scale")), pointer(address("weight_scale")),
-        pointer(address("act_atoms")), pointer(address("weight_atoms")), long(case.m),
-        long(case.n), case.k_pad, case.block,
-    )  # fmt: skip
+    if case.fused:
+        if case.rank:
+            buffers["lora_act"] = device.empty(case.m * case.rank * 2, "lora_act")
+            driver.call(
+                "emulator_sm100_down", pointer(address("x")), pointer(address("lora_down")),
+                pointer(address("lora_act")), long(case.m), case.k, case.rank,
+                attrs["down_stages"], attrs["off_down_barriers"], attrs["down_smem_bytes"],
+                case.clusters,
+            )  # fmt: skip
+        buffers["packed"] = device.empty(case.m * case.k_pad // 2, "packed")
+        driver.call(
+            "emulator_sm100_quantize", product.FORMATS.index(case.format),
+            ctypes.byref(product.tokens(case, attrs, address)),  # type: ignore[arg-type]
+            pointer(address("packed")), pointer(address("act_atoms")),
+            pointer(address("weight_scale")), pointer(address("weight_atoms")), long(case.n),
+        )  # fmt: skip
+    else:
+        driver.call(
+            "emulator_sm100_scales", pointer(address("act_scale")),
+            pointer(address("weight_scale")), pointer(address("act_atoms")),
+            pointer(address("weight_atoms")), long(case.m), long(case.n), case.k_pad, case.block,
+        )  # fmt: skip
     names = ("act", "weight", "act_scale", "weight_scale", "store", "aux", "barriers")
     smem = [attrs[f"off_{name}"] for name in names] + [attrs["smem_bytes"]]
     pointers = {"act": "packed", **{name: name for name, _ in GemmCall._fields_[1:11]}}
@@ -211,22 +231,25 @@ def run(
         product.DTYPES.index(case.lora_dtype), product.DTYPES.index(case.out_dtype),
         (ctypes.c_int * 8)(*smem),
     )  # fmt: skip
-    for name in ("act_atoms", "weight_atoms"):
-        buffers[name].pending = True
+    for name in ("act_atoms", "weight_atoms", *(("packed", "lora_act") if case.fused else ())):
+        if name in buffers:
+            buffers[name].pending = True
     driver.call(
         "emulator_sm100_gemm", product.FORMATS.index(case.format), case.group, case.tile_n,
         ctypes.byref(call), 1, case.clusters,
     )  # fmt: skip
     size = case.m * case.n * 2
 
-    def atoms(name: str) -> np.ndarray:
-        made = buffers[name]
-        return made.data[: made.size].reshape(shapes[name]).copy()
+    def bits(name: str, dtype: str, *shape: int) -> np.ndarray:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return buffers[name].data[:count].view(dtype).reshape(shape).copy()
 
     return Result(
-        y.data[:size].view(np.uint16).reshape(case.m, case.n).copy(),
-        atoms("act_atoms"),
-        atoms("weight_atoms"),
+        bits("out", "uint16", case.m, case.n),
+        bits("packed", "uint8", case.m, case.k_pad // 2),
+        bits("act_atoms", "uint8", *shapes["act_atoms"]),
+        bits("weight_atoms", "uint8", *shapes["weight_atoms"]),
+        bits("lora_act", "uint16", case.m, case.rank) if case.rank else None,
         y.writer[:size].copy(),
         sum(launch.instructions for launch in device.launches),
         sum(launch.seconds for launch in device.launches),
@@ -252,9 +275,17 @@ def _values(case: Case, packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return formats.decode(packed, "e2m1") * np.repeat(table[scales], case.block, 1)
 
 
-def expected(case: Case, operands: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def scale_rows(atoms: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The inverse of scale_atoms."""
+    grid = atoms.reshape(-(-rows // 128), -1, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(grid.reshape(grid.shape[0] * 128, -1)[:rows, :columns])
+
+
+def expected(
+    case: Case, operands: dict[str, np.ndarray], result: Result
+) -> tuple[np.ndarray, np.ndarray]:
     """y in float64, and what the magnitudes of its terms sum to."""
-    x = _values(case, operands["packed"], operands["act_scale"])
+    x = _values(case, result.packed, scale_rows(result.act_atoms, case.m, case.blocks))
     w = _values(case, operands["weight"], operands["weight_scale"])
     factor = np.ones(case.n)
     for name in ("weight_global_scale", "act_global_scale", "channel_scale"):
@@ -263,7 +294,10 @@ def expected(case: Case, operands: dict[str, np.ndarray]) -> tuple[np.ndarray, n
     y, size = x @ w.T * factor, np.abs(x) @ np.abs(w.T) * np.abs(factor)
     if case.rank:
         name = "bf16" if case.lora_dtype == "bfloat16" else "f16"
-        la, lu = (formats.decode(operands[n].view(np.uint8), name) for n in ("lora_act", "lora_up"))
+        la, lu = (
+            formats.decode(bits.view(np.uint8), name)
+            for bits in (result.lora_act, operands["lora_up"])
+        )
         y, size = y + la @ lu.T, size + np.abs(la) @ np.abs(lu.T)
     if "bias" in operands:
         y, size = y + operands["bias"], size + np.abs(operands["bias"])
@@ -277,9 +311,11 @@ def check(case: Case, operands: dict[str, np.ndarray], result: Result) -> float:
       product.WrongCells: as product.check.
     """
     for name, scales in (("act_atoms", "act_scale"), ("weight_atoms", "weight_scale")):
+        if scales not in operands:
+            continue
         if (getattr(result, name) != scale_atoms(operands[scales], case.block)).any():
             raise product.WrongCells(f"{case}: {name} are wrong")
-    y, size = expected(case, operands)
+    y, size = expected(case, operands, result)
     return product.check_cells(str(case), y, size, result, case.exact, 2.0**-18, case.out_dtype)
 
 

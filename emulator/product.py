@@ -315,7 +315,7 @@ def run(
         driver.call(
             "emulator_quantize_v2",
             path.code,
-            ctypes.byref(_tokens(case, attrs, address)),
+            ctypes.byref(tokens(case, attrs, address)),
             pointer(made["act"].base),
             pointer(made["token_scale"].base),
             ctypes.byref(weight),
@@ -404,7 +404,7 @@ def _token_scales(values: np.ndarray, pitch: int, m: int) -> np.ndarray:
     return values.reshape(-1, pitch)[:, :m].T.copy() if values.size else values
 
 
-def _tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
+def tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
     return Tokens(
         address("x"), address("smooth"), address("act_global_scale"), case.m, case.k, case.k_pad,
         attrs["q_lane_chunks"], attrs["q_warps"], DTYPES.index(case.x_dtype),
@@ -449,7 +449,7 @@ def quantize_public(
 
     driver.call(
         "emulator_quantize_public", FORMATS.index(case.format),
-        ctypes.byref(_tokens(dataclasses.replace(case, rank=0), attrs, address)),
+        ctypes.byref(tokens(dataclasses.replace(case, rank=0), attrs, address)),
         ctypes.c_void_p(packed.base), ctypes.c_void_p(scales.base), problem.block_size,
         DTYPES.index(case.scales),
     )  # fmt: skip

@@ -157,7 +157,7 @@ def family_of(name: str) -> str:
 
 def _host_sources(family: str) -> list[str]:
     if family == "sm100":
-        return [f"sm100_{n}.cu" for n in ("gemm", "scales")]
+        return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
     names = [f"sm90_{n}.cu" for n in (
         "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
     )]  # fmt: skip

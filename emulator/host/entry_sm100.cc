@@ -2,7 +2,9 @@
 // emulator/blackwell.py. `device` as in entry_sm90.cc.
 #include <cuda_runtime_api.h>
 
+#include "sm100_down.h"
 #include "sm100_gemm.h"
+#include "sm100_quantize.h"
 #include "sm100_scales.h"
 
 using namespace jax_w4a4;
@@ -15,6 +17,48 @@ int emulator_sm100_scales(const uint8_t* act_scale, const uint8_t* weight_scale,
   return LaunchSm100Scales({act_scale, weight_scale, act_atoms, weight_atoms, m,
                             n, k_pad, block},
                            nullptr);
+}
+
+int emulator_sm100_down(const void* x, const void* lora_down, void* lora_act,
+                        int64_t m, int k, int rank, int stages,
+                        int off_barriers, int smem_bytes, int device) {
+  return LaunchSm100Down({x, lora_down, lora_act, m, k, rank, stages,
+                          off_barriers, smem_bytes},
+                         device, nullptr);
+}
+
+// As Tokens in entry_sm90.cc.
+struct Tokens {
+  const void* x;
+  const float* smooth;
+  const float* global_scale;
+  int64_t m;
+  int k, k_pad;
+  int chunks, warps;
+  int x_dtype, rule, is_unsigned, beside;
+};
+
+int emulator_sm100_quantize(int format, const Tokens* t, void* packed,
+                            uint8_t* act_atoms, const uint8_t* weight_scale,
+                            uint8_t* weight_atoms, int64_t n) {
+  Sm100QuantizeParams p = {};
+  p.x = t->x;
+  p.smooth = t->smooth;
+  p.global_scale = t->global_scale;
+  p.m = t->m;
+  p.k = t->k;
+  p.k_pad = t->k_pad;
+  p.chunks = t->chunks;
+  p.warps = t->warps;
+  p.x_dtype = static_cast<DType>(t->x_dtype);
+  p.rule = static_cast<ScaleRule>(t->rule);
+  p.beside = t->beside != 0;
+  p.packed = packed;
+  p.act_atoms = act_atoms;
+  p.weight_scale = weight_scale;
+  p.weight_atoms = weight_atoms;
+  p.n = n;
+  return LaunchSm100Quantize(static_cast<Format>(format), p, nullptr);
 }
 
 struct Sm100GemmCall {

@@ -34,6 +34,7 @@ __all__ = [
     "V2Path",
     "gemm_traffic",
     "layout",
+    "down_sm100",
     "down_v2",
     "lora_steps",
     "output_tile_bytes",
@@ -234,12 +235,13 @@ class QuantizerPlan:
 
     Attributes:
       kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm, 3
-        the public layout with a token in registers.
+        the public layout with a token in registers, 4 the same with the block scales as sm100_v2
+        reads them.
       rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      warps: that hold a token in registers (quantizers 2 and 3).
-      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 and 3).
+      warps: that hold a token in registers (quantizers 2 to 4).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 4).
       down: LoRA-down, where it is a launch of its own.
       why: the reason for this kernel, where there was a choice.
     """
@@ -729,12 +731,12 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-# (lane chunks, warps) of quantizers 2 and 3 that are compiled.
+# (lane chunks, warps) of quantizers 2 to 4 that are compiled.
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
 def token_quantizer(problem: Problem, kernel: int) -> QuantizerPlan | None:
-    """Quantizer 2 or 3 (cuda/sm90_quantize_token.cuh), None where K is too long.
+    """Quantizer 2, 3 or 4 (cuda/sm90_quantize_token.cuh), None where K is too long.
 
     A token is held by the registers of ``warps`` warps, so a CTA of 256 threads, or of 16 warps,
     takes one or two tokens and has no dynamic shared memory.
@@ -764,6 +766,18 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     off = _align(max(stages * stage, partial), 8)
     threads = 128 * min(tiles, 2) + 32
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
+
+
+def down_sm100(problem: Problem, capacity: int) -> DownPlan:
+    """LoRA-down of the sm100_v2 path (cuda/sm100_down.cuh): 64 tokens and 64 ranks per CTA.
+
+    A ring of 64-k stages, 64 rows of x and 64 of lora_down of 128 bytes each; barriers. Two CTAs
+    share an SM, eight stages at most.
+    """
+    stage = 2 * 64 * 128
+    stages = min(8, (capacity // 2 - 1024 - 128) // stage)
+    off = stages * stage
+    return DownPlan(64, 1, stages, 160, off + 16 * stages, off)
 
 
 def workspace(
@@ -1045,7 +1059,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 lora_choices=(0, 1, 2),
                 main_peak=dict.fromkeys(("nvfp4", "mxfp4"), "peak_fp4"),
                 up_peak="peak_bf16",
-                down_peak="peak_fp32",
+                down_peak="peak_bf16",
                 scale_atoms=True,
                 lora_runs=(0,),
                 group_m=11,

@@ -570,10 +570,20 @@ def _quantizer(
             raise ValueError(
                 f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
             )
-        # The gemm of sm90_v1 shares a handler with its own quantizer.
-        alone = problem.n == 0 and design.name == "sm90_v1" and asked is None
-        found = _token_quantizer(problem, target, 3) if alone else None
-        return found if isinstance(found, QuantizerPlan) else budget.quantizer_v1(problem)
+        # The gemms of v1 share a handler with their own quantizer.
+        kernel = 4 if design.scale_atoms else 3 if problem.n == 0 else None
+        if kernel is None or not design.code:
+            return budget.quantizer_v1(problem)
+        why = _token_quantizer(problem, target, kernel)
+        if asked is None and isinstance(why, QuantizerPlan):
+            return why
+        if kernel == 3:
+            return budget.quantizer_v1(problem)
+        why = why if isinstance(why, str) else "forced by the caller"
+        return dataclasses.replace(
+            budget.quantizer_v1(problem),
+            why=f"quantizer of the public layout, then a pass over the block scales: {why}",
+        )
     found = _token_quantizer(problem, target, 2)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
@@ -587,7 +597,7 @@ def _quantizer(
 
 
 def _token_quantizer(problem: Problem, target: Target, kernel: int) -> QuantizerPlan | str:
-    """Launches of quantizer 2 or 3, or why there are none."""
+    """Launches of quantizer 2, 3 or 4, or why there are none."""
     k = problem.k or problem.k_pad
     name = f"quantizer {kernel}"
     if k % 8:
@@ -595,7 +605,7 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
     plan = budget.token_quantizer(problem, kernel)
     if plan is None:
         return f"{name} keeps a token in registers, K = {k} is too long"
-    to = "straight into the gemm's layout" if kernel == 2 else "to codes and block scales"
+    to = "to codes and block scales" if kernel == 3 else "straight into the gemm's layout"
     text = f"{name}: one read of x, {to}, {plan.warps} warps hold a token in registers"
     if not problem.rank:
         return dataclasses.replace(plan, why=text)
@@ -604,12 +614,18 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
             f"LoRA-down beside {name} reads bfloat16, x is {problem.x_dtype} and lora_down "
             f"{problem.lora_dtype}"
         )
-    if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
-        return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
     if problem.lora_smoothed:
         return f"LoRA-down beside {name} reads x before smoothing"
-    cluster = _down_cluster(problem, target)
-    down = budget.down_v2(problem, cluster, target.smem_bytes)
+    if target.cc >= 100:
+        if problem.rank % 8:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 8"
+        cluster = 1
+        down = budget.down_sm100(problem, target.smem_bytes)
+    else:
+        if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
+        cluster = _down_cluster(problem, target)
+        down = budget.down_v2(problem, cluster, target.smem_bytes)
     text += (
         f"; LoRA-down beside it, {down.rows} tokens and K on {_ctas(cluster)}, "
         f"{_count(down.stages, 'stage')}"

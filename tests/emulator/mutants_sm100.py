@@ -17,6 +17,8 @@ LAYOUT = "sm100_layout.h"
 RING = "sm90_pipeline.cuh"
 SCALES = "sm100_scales.cuh"
 ORDER = "tile_order.cuh"
+QUANT = "sm100_quantize.cuh"
+DOWN = "sm100_down.cuh"
 
 ONE = Case("nvfp4", 200, 136, 512, 64, 1, 128, clusters=1, stages=2)
 ROWS = Case("nvfp4", 600, 72, 160, 0, 1, 128, clusters=1)  # accumulators wrap
@@ -27,6 +29,7 @@ WIDE = Case("nvfp4", 256, 512, 160, 64, 2, 256, clusters=1)
 MX = Case("mxfp4", 256, 256, 512, 0, 2, 128, clusters=1)
 HALF = Case("nvfp4", 128, 128, 160, 0, 1, 64, clusters=1)
 ODD = Case("nvfp4", 100, 77, 160, 0, 1, 128, clusters=1)
+FUSED = Case("nvfp4", 70, 136, 520, 72, 1, 128, clusters=1, fused=True, exact=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,18 @@ class Mutant:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        scales = any(name in (SCALES, LAYOUT) for name, _, _ in self.edits)
-        return ("sm100_gemm.cu", "sm100_scales.cu") if scales else ("sm100_gemm.cu",)
+        files = {name for name, _, _ in self.edits}
+        found = [
+            f"sm100_{source}.cu"
+            for source, names in (
+                ("scales", {SCALES, LAYOUT}),
+                ("quantize", {QUANT}),
+                ("down", {DOWN}),
+            )
+            if files & names
+        ]
+        only = files and files <= {QUANT, DOWN}
+        return tuple(found) if only else ("sm100_gemm.cu", *found)
 
     def all_edits(self) -> tuple[tuple[str, str, str], ...]:
         made = list(self.edits)
@@ -203,6 +216,19 @@ MUTANTS = (
        (GEMM, "const int r = (s - args.k_stages) * kSm100StageRanks;", "const int r = 0;")),
     _m("bias of the other half", "arithmetic", ONE, "cells RaceError",
        (GEMM, "vectors + (S::kTileN + c + i) * 4", "aux + (S::kTileN + c + i) * 4")),
+    _m("quantizer does not answer for LoRA-down", "protocol", FUSED, "RaceError ProtocolError",
+       (QUANT, "  if (args.wait) grid_dependency_wait();\n", ""), fast=True),
+    _m("LoRA-down's slot released before it is read", "protocol", FUSED, "RaceError DeadlockError ProtocolError",
+       (DOWN, "    ring.wait_full(stage);\n    const uint32_t x", "    ring.wait_full(stage);\n    ring.release<1>(stage.slot, lane);\n    const uint32_t x"),
+       (DOWN, "    __syncwarp();\n    ring.release<1>(stage.slot, lane);\n", "")),
+    _m("scales of a token in order", "layout", FUSED, "cells",
+       (QUANT, "scales, 2 * kLanes) << 16;", "scales, kLanes) << 16;")),
+    _m("codes in the order of big ends", "layout", FUSED, "cells",
+       (QUANT, "{b0, b1, b2, b3}", "{b3, b2, b1, b0}")),
+    _m("row tile not filled up", "cells", FUSED, "UninitializedError RaceError ProtocolError cells",
+       (QUANT, "if (token < Sm100AtomTiles(args.m) * kSm100AtomRows) {", "if (token < args.m) {")),
+    _m("ranks of the second CTA", "cells", FUSED, "UninitializedError RaceError ProtocolError cells",
+       (DOWN, "r0 = blockIdx.y * kSm100DownRanks;", "r0 = 0;")),
     _m("last row of a tile", "cells", ODD, "cells",
        (GEMM, "if (row >= args.m) return;", "if (row + 1 >= args.m) return;"), fast=True),
     _m("last column of an odd N", "cells", ODD, "cells",

@@ -7,6 +7,7 @@ import mutants_sm100
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from test_sm90 import SOURCES, awkward, quantized
 
 from emulator import EmulationError, Options, blackwell, product, toolchain
 from emulator.blackwell import Case
@@ -85,6 +86,55 @@ class Gemm(parameterized.TestCase):
                 blackwell.run_checked(Case(k=2048), Options("late", seed, strict_cp=True))
 
 
+def quantizer_cases():
+    """Formats x sources, with K that leaves warps, pieces and parts of a stage without work."""
+    for i, (format, source) in enumerate(itertools.product(("nvfp4", "mxfp4"), SOURCES)):
+        yield Case(
+            format, (11, 130)[i % 2], 24, (72, 1032, 40, 520)[i % 4], group=1, fused=True,
+            exact=False, seed=i, **{"global_scale": False, **source},
+        )  # fmt: skip
+
+
+class Quantizer(parameterized.TestCase):
+    """From x: codes and scale factors bit for bit, with zeros past M and K; LoRA-down."""
+
+    @parameterized.named_parameters(named(quantizer_cases()))
+    def test_bits(self, case):
+        operands = awkward(case)
+        with np.errstate(all="ignore"):
+            result = blackwell.run(case, Options(POLICIES[case.seed % 4], 1), operands=operands)
+        packed, scales, _ = quantized(case, operands)
+        np.testing.assert_array_equal(result.packed, packed)
+        atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
+        np.testing.assert_array_equal(result.act_atoms, atoms)
+        atoms = blackwell.scale_atoms(operands["weight_scale"], case.block)
+        np.testing.assert_array_equal(result.weight_atoms, atoms)
+
+    @parameterized.parameters((8, 40), (40, 136), (64, 1032), (72, 520), (128, 264))
+    def test_low_rank(self, rank, k):
+        case = Case("mxfp4", (70, 65, 1)[rank % 3], 136, k, rank, 1, fused=True, exact=False)
+        operands = blackwell.make_operands(case)
+        result = blackwell.run(case, Options(POLICIES[rank // 8 % 4], rank), operands=operands)
+        blackwell.check(case, operands, result)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
+class GemmV1(parameterized.TestCase):
+    """sm100_v1: the kernel of sm90_v1, as nvcc compiles it for sm_100a."""
+
+    @parameterized.parameters(("nvfp4", 32, 0), ("mxfp4", 64, 16), ("int4", 128, 40))
+    def test_cells(self, format, tile_m, rank):
+        text = toolchain.ptx_of("sm90_gemm_v1.cu", "sm_100a")
+        case = product.Case(format, 45, 136, 160, rank, kernel="sm90_v1", tile_m=tile_m, seed=rank)
+        with product.seeded((), ()) as driver:
+            driver.load(toolchain.codes(text))
+            operands = product.make_operands(case)
+            result = product.run(case, Options(), operands=operands)
+        product.check(case, operands, result)
+
+
 @pytest.mark.slow
 class Schedules(parameterized.TestCase):
     @parameterized.named_parameters(named(cases()))
@@ -103,12 +153,23 @@ class Schedules(parameterized.TestCase):
 
 
 class Noticing(parameterized.TestCase):
+    def run_checked(self, mutant, options):
+        case = mutant.case
+        operands = blackwell.make_operands(case)
+        result = blackwell.run(case, options, operands=operands, changes=mutant.attrs)
+        blackwell.check(case, operands, result)
+        if case.fused:
+            packed, scales, _ = quantized(case, operands)
+            atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
+            if (result.packed != packed).any() or (result.act_atoms != atoms).any():
+                raise product.WrongCells("codes or scale factors are wrong")
+
     def notice(self, mutant):
         with blackwell.seeded(mutant.sources, mutant.all_edits()):
             for seed, policy in itertools.product(range(2), POLICIES):
                 options = Options(policy, seed, max_steps=500_000)
                 try:
-                    blackwell.run_checked(mutant.case, options, changes=mutant.attrs)
+                    self.run_checked(mutant, options)
                 except EmulationError as error:
                     self.assertIn(type(error).__name__, mutant.caught, str(error))
                     return
