@@ -88,8 +88,7 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
       quantize<kFormat, kChunks, kWarps>(args, x, token, at);
     }
   }
-  // The GEMM waits for this launch only, so this one answers for the launch beside it.
-  if (args.wait) grid_dependency_wait();
+  end_after_launch_beside(args);
 }
 
 }  // namespace jax_w4a4::sm100

@@ -217,7 +217,7 @@ MUTANTS = (
     _m("bias of the other half", "arithmetic", ONE, "cells RaceError",
        (GEMM, "vectors + (S::kTileN + c + i) * 4", "aux + (S::kTileN + c + i) * 4")),
     _m("quantizer does not answer for LoRA-down", "protocol", FUSED, "RaceError ProtocolError",
-       (QUANT, "  if (args.wait) grid_dependency_wait();\n", ""), fast=True),
+       (QUANT, "  end_after_launch_beside(args);\n", ""), fast=True),
     _m("LoRA-down's slot released before it is read", "protocol", FUSED, "RaceError DeadlockError ProtocolError",
        (DOWN, "    ring.wait_full(stage);\n    const uint32_t x", "    ring.wait_full(stage);\n    ring.release<1>(stage.slot, lane);\n    const uint32_t x"),
        (DOWN, "    __syncwarp();\n    ring.release<1>(stage.slot, lane);\n", "")),
