@@ -8,6 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include "launch_result.h"
+
 namespace jax_w4a4 {
 
 // Raises a kernel's dynamic shared-memory limit on `device`, the current one, if
@@ -30,6 +32,53 @@ inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   attribute.val.clusterDim.x = cluster;
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   return attribute;
+}
+
+// How many clusters of a persistent kernel run at once; asked once per kernel and
+// device. Registers allow one CTA per SM, so less shared memory than `smem_bytes`
+// never fits more. Returns a cudaError_t.
+inline int MaxClusters(const void* kernel, int cluster, int threads,
+                       int smem_bytes, int device, int* clusters) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> table;
+  std::lock_guard<std::mutex> lock(mutex);
+  int& known = table[{kernel, device}];
+  if (known == 0) {
+    cudaLaunchAttribute attribute = ClusterAttribute(cluster);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (int code = cudaOccupancyMaxActiveClusters(&known, kernel, &config);
+        code != cudaSuccess) {
+      return code;
+    }
+  }
+  *clusters = known;
+  return known > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+// A persistent kernel with one argument. `dependent`: it may start while the launch
+// before it on the stream still runs.
+inline LaunchResult LaunchClusters(const void* kernel, void* argument,
+                                   int clusters, int cluster, int threads,
+                                   int smem_bytes, bool dependent,
+                                   cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2] = {ClusterAttribute(cluster), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(clusters * cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  void* args[] = {argument};
+  return {cudaLaunchKernelExC(&config, kernel, args), nullptr,
+          clusters * cluster};
 }
 
 }  // namespace jax_w4a4

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "sm100_gemm.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,9 +16,14 @@ namespace jax_w4a4 {
 constexpr int64_t kPlanSchema = 3;
 
 // Values of PlanAttrs::kernel.
-enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
+enum class KernelId : int64_t {
+  kSm90V1 = 1,
+  kSm100V2 = 2,
+  kSm90V2 = 3,
+  kSm100V1 = 10,
+};
 // Values of PlanAttrs::q_kernel.
-enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
+enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3, kSm100 = 4 };
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
@@ -43,9 +49,11 @@ struct PlanAttrs {
   int64_t q_warps, q_lane_chunks, down_cluster, down_stages, down_smem_bytes,
       off_down_barriers;
 
-  bool IsV2() const {
-    return kernel == static_cast<int64_t>(KernelId::kSm90V2);
-  }
+  bool Is(KernelId id) const { return kernel == static_cast<int64_t>(id); }
+  // GEMM v1, the same code on every architecture.
+  bool IsV1() const { return Is(KernelId::kSm90V1) || Is(KernelId::kSm100V1); }
+  bool IsV2() const { return Is(KernelId::kSm90V2); }
+  bool IsSm100() const { return Is(KernelId::kSm100V2); }
   // Valid once CheckAttrs has passed, as all that follows.
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }
   bool QuantizerIsV2() const {
@@ -54,6 +62,10 @@ struct PlanAttrs {
   bool QuantizerIsPublic() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kPublic);
   }
+  bool QuantizerIsSm100() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kSm100);
+  }
+  bool IsBlackwell() const { return Is(KernelId::kSm100V1) || IsSm100(); }
 };
 
 struct SpecAttrs {
@@ -77,6 +89,7 @@ xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, const SpecAttrs& spec,
 // Shared-memory layout of a plan that passed CheckGemmRegions.
 GemmSmem GetGemmSmem(const PlanAttrs& plan);
 GemmV2Smem GetGemmV2Smem(const PlanAttrs& plan);
+Sm100GemmSmem GetSm100GemmSmem(const PlanAttrs& plan);
 
 }  // namespace jax_w4a4
 

@@ -25,6 +25,7 @@
 #include "sm90_ptx.cuh"
 #include "sm90_row_inputs.cuh"
 #include "sm90_wgmma.cuh"
+#include "tile_order.cuh"
 
 namespace jax_w4a4::sm90 {
 
@@ -79,17 +80,11 @@ __device__ __forceinline__ int cta_rank() {
   return kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
 }
 
-// Tiles in launch order: m fastest inside a group of group_m m-tiles, so that the clusters of one
-// wave share few weight rows (each read once from HBM) and the group's activations stay in L2.
+// The tile of CTA `rank` of a cluster, which takes neighbouring weight tiles.
 __device__ __forceinline__ Tile tile_at(const GemmV2Args& args, int index, int tile_m,
                                         int cluster_n, int rank) {
-  const int group_tiles = args.group_m * args.n_tiles;
-  const int group = index / group_tiles;
-  const int first_m = group * args.group_m;
-  const int height = min(args.group_m, args.m_tiles - first_m);
-  const int rest = index - group * group_tiles;
-  const int n = rest / height;
-  return {(first_m + rest - n * height) * tile_m, n * cluster_n + rank * kTileN};
+  const TileIndex tile = tile_index(index, args.m_tiles, args.n_tiles, args.group_m);
+  return {tile.m * tile_m, tile.n * cluster_n + rank * kTileN};
 }
 
 // The part of a tile's tokens that CTA `rank` of a cluster loads, whole 8-row swizzle atoms.

@@ -207,6 +207,13 @@ __device__ __forceinline__ void store_shared_u8(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t x, uint32_t y,
+                                                uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_v2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -221,7 +222,7 @@ class Tokens(ctypes.Structure):
 
 @functools.cache
 def host() -> Host:
-    return Host(*toolchain.host_library())
+    return Host(*toolchain.host_library("sm90"))
 
 
 @contextlib.contextmanager
@@ -270,7 +271,7 @@ def run(
     found = plan_of(case)
     values = operands or make_operands(case)
     device = driver.device = Device(options)
-    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry.cc
+    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry_sm90.cc
     buffers = {name: device.array(value, name) for name, value in values.items()}
     attrs = found.ffi_attrs()
     for name, change in (changes or {}).items():
@@ -314,7 +315,7 @@ def run(
         driver.call(
             "emulator_quantize_v2",
             path.code,
-            ctypes.byref(_tokens(case, attrs, address)),
+            ctypes.byref(tokens(case, attrs, address)),
             pointer(made["act"].base),
             pointer(made["token_scale"].base),
             ctypes.byref(weight),
@@ -403,7 +404,7 @@ def _token_scales(values: np.ndarray, pitch: int, m: int) -> np.ndarray:
     return values.reshape(-1, pitch)[:, :m].T.copy() if values.size else values
 
 
-def _tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
+def tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
     return Tokens(
         address("x"), address("smooth"), address("act_global_scale"), case.m, case.k, case.k_pad,
         attrs["q_lane_chunks"], attrs["q_warps"], DTYPES.index(case.x_dtype),
@@ -448,7 +449,7 @@ def quantize_public(
 
     driver.call(
         "emulator_quantize_public", FORMATS.index(case.format),
-        ctypes.byref(_tokens(dataclasses.replace(case, rank=0), attrs, address)),
+        ctypes.byref(tokens(dataclasses.replace(case, rank=0), attrs, address)),
         ctypes.c_void_p(packed.base), ctypes.c_void_p(scales.base), problem.block_size,
         DTYPES.index(case.scales),
     )  # fmt: skip
@@ -610,22 +611,31 @@ def check(
         exact data by anything.
     """
     y, size = expected(case, operands, result)
-    got = from_bf16(result.y).astype(np.float64)
+    exact = case.exact and numerics == "exact"
+    return check_cells(str(case), y, size, result, exact, _SUM_LOSS[numerics])
+
+
+def check_cells(
+    name: str, y: np.ndarray, size: np.ndarray, result: Any, exact: bool, loss: float,
+    dtype: str = "bfloat16",
+) -> float:  # fmt: skip
+    """The bits of result.y, and that all were written; see check."""
+    got = from_bits(result.y, dtype).astype(np.float64)
     missing = np.count_nonzero(result.written == 0)
     if missing:
-        raise WrongCells(f"{case}: {missing} bytes unwritten")
-    if case.exact and numerics == "exact":
-        bad = result.y != bf16(y.astype(np.float32))
+        raise WrongCells(f"{name}: {missing} bytes unwritten")
+    if exact:
+        bad = result.y != to_bits(y.astype(np.float32), dtype).view(result.y.dtype)
         worst = 0.0
     else:
-        bound = np.abs(y) * 2.0**-8 + size * _SUM_LOSS[numerics] + 1e-30
+        bound = np.abs(y) * 2.0**-8 + size * loss + 1e-30
         error = np.abs(got - y) / bound
         worst = float(error.max())
         bad = ~(error <= 1)
     if bad.any():
         row, column = (int(v[0]) for v in np.nonzero(bad))
         raise WrongCells(
-            f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
+            f"{name}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
             f"{column}]: {got[row, column]} instead of {y[row, column]}"
         )
     return worst

@@ -147,12 +147,27 @@ def source_text(name: str) -> str:
 
 def arch_of(name: str) -> str:
     """The architecture that a source of cuda/ is written for; its name begins with it."""
-    return "sm_100a" if name.startswith("sm100") else "sm_90a"
+    return {"sm90": "sm_90a", "sm100": "sm_100a"}[family_of(name)]
+
+
+def family_of(name: str) -> str:
+    """The host library that holds a source of cuda/."""
+    return "sm100" if name.startswith("sm100") else "sm90"
+
+
+def _host_sources(family: str) -> list[str]:
+    if family == "sm100":
+        return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
+    names = [f"sm90_{n}.cu" for n in (
+        "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
+    )]  # fmt: skip
+    names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
+    return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
 
 
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
     """PTX of one source of the product, see source_text."""
-    kept = host_library()[1] / f"{pathlib.Path(name).stem}.ptx"
+    kept = host_library(family_of(name))[1] / f"{pathlib.Path(name).stem}.ptx"
     if not edits and kept.exists():
         return kept.read_text()
     text = None if (CUDA / name).exists() else source_text(name)
@@ -160,13 +175,13 @@ def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
 
 
 @functools.cache
-def host_library() -> tuple[pathlib.Path, pathlib.Path]:
-    """The launch code with the fake runtime.
+def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
+    """The launch code of an architecture ("sm90", "sm100") with the fake runtime.
 
     Returns the library and a folder with the PTX of each source of it.
     """
     key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES)
-    out = cache_dir() / f"host-{key}"
+    out = cache_dir() / f"host-{family}-{key}"
     if out.exists():
         return out / "host.so", out
     if NVCC is None:
@@ -178,23 +193,20 @@ def host_library() -> tuple[pathlib.Path, pathlib.Path]:
         done = folder / "done"
         done.mkdir()
         (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
-        names = [f"sm90_{n}.cu" for n in (
-            "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
-        )]  # fmt: skip
-        names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
-        names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
+        names = _host_sources(family)
         for source in names:
             (folder / source).write_text(source_text(source))
-        for source in HOST.glob("*.cc"):
-            shutil.copy(source, folder)
-            names.append(source.name)
+        for source in ("fake_cuda.cc", f"entry_{family}.cc"):
+            shutil.copy(HOST / source, folder)
+            names.append(source)
+        arch = {"sm90": "compute_90a", "sm100": "compute_100a"}[family]
 
         def build(source: str) -> None:
             # -keep leaves the PTX beside the object.
             keep = folder / f"keep-{source}"
             keep.mkdir()
             _run(
-                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, f"-I{CUDA}",
+                [NVCC, "-gencode", f"arch={arch},code={arch}", *_FLAGS, f"-I{CUDA}",
                  f"-I{folder}", "-Xcompiler", "-fPIC", "-keep", "-keep-dir", keep, "-c", source,
                  "-o", f"{source}.o"],
                 folder,

@@ -22,6 +22,11 @@ const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster) {
 #undef W4A4_KERNEL
   return compiled && (cluster == 1 || cluster == 2) ? &kKernel : nullptr;
 }
+const bool kBuiltForSm100 = true;
+const void* Sm100GemmKernel(Format format, int group, int tile_n) {
+  const bool compiled = tile_n == 256 || tile_n == 128 || (tile_n == 64 && group == 1);
+  return format != Format::kInt4 && compiled && (group == 1 || group == 2) ? &kKernel : nullptr;
+}
 }  // namespace jax_w4a4
 
 extern "C" {

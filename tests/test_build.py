@@ -429,7 +429,8 @@ class PlanChecks(HostTest):
         problem = plan.Problem(
             m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision
         )
-        return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
+        target = "sm_100" if kernel.startswith("sm100") else "sm_90"
+        return plan.solve(problem, target, kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
     def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, precision=None, group=None, **kw):
         block, scale = {
@@ -469,7 +470,8 @@ class PlanChecks(HostTest):
 
     @parameterized.parameters(
         ("plan", "schema", 1, "INVALID_ARGUMENT.*plan schema 1"),
-        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2"),
+        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "kernel", 9, "FAILED_PRECONDITION.*kernel 9; expected 1 .sm90_v1."),
         ("plan", "cc", 100, "FAILED_PRECONDITION.*sm_100"),
         ("plan", "tile_m", 48, "INVALID_ARGUMENT.*tile .48, 128, 64."),
         ("plan", "tile_n", 256, "INVALID_ARGUMENT.*tile"),
@@ -567,6 +569,87 @@ class PlanChecks(HostTest):
                 self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
                 self.compile(*attrs, rank)()
 
+    @parameterized.product(
+        format=("nvfp4", "mxfp4"),
+        tile=plan.budget.DESIGNS["sm100_v2"].tiles,
+        rank=(0, 8, 256),
+    )
+    def test_every_sm100_plan_is_accepted(self, format, tile, rank):
+        block, scale = {"nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu")}[format]
+        tile = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
+        for k_pad, m, stages in itertools.product(
+            (32, 416, 3840), (64, 4352), ({}, {"main_stages": 2})
+        ):
+            attrs = self.attrs(
+                format, rank, m, k_pad, block, scale, kernel="sm100_v2", **tile, **stages
+            )
+            self.compile(*attrs, rank)()
+
+    def test_v1_of_sm100_is_accepted(self):
+        self.compile(*self.attrs(kernel="sm100_v1"))()
+
+    @parameterized.parameters(
+        ("plan", "kernel", 3, "FAILED_PRECONDITION.*kernel 3 runs on sm_90 only"),
+        ("plan", "cc", 90, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "cc", 120, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "tile_m", 128, "INVALID_ARGUMENT.*tile .128, "),
+        ("plan", "tile_n", 64, "INVALID_ARGUMENT.*compiled cluster and tile_n"),
+        ("plan", "tile_k", 128, "INVALID_ARGUMENT.*tile_k 256"),
+        ("plan", "cluster", 4, "INVALID_ARGUMENT.*cluster 4"),
+        ("plan", "threads", 192, "INVALID_ARGUMENT.*192 threads"),
+        ("plan", "main_stages", 1, "INVALID_ARGUMENT.*main 1"),
+        ("plan", "lora_stages", 2, "INVALID_ARGUMENT.*lora 2"),
+        ("plan", "store_stages", 1, "INVALID_ARGUMENT.*store 1"),
+        ("plan", "group_m", 0, "INVALID_ARGUMENT.*group_m 0"),
+        ("plan", "path", 3, "INVALID_ARGUMENT.*path 3"),
+        ("plan", "promote_k", 512, "INVALID_ARGUMENT.*promote_k 512"),
+    )
+    def test_sm100_refused_at_compile(self, which, key, value, text):
+        attrs = self.attrs(kernel="sm100_v2", tile_m=256, tile_n=128)
+        attrs = dict(zip(("plan", "spec"), attrs, strict=True))
+        attrs[which][key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(attrs["plan"], attrs["spec"])
+
+    def test_sm100_refuses_int4(self):
+        plan_attrs, _ = self.attrs(kernel="sm100_v2")
+        _, spec_attrs = self.attrs("int4", block=64, scale="float16")
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "expected format 0 . 1"):
+            self.compile(plan_attrs, spec_attrs)
+
+    @parameterized.parameters(
+        ("off_weight", 0, "weight overlap act|act overlap weight"),
+        ("off_weight", 512, "1024-byte aligned"),
+        ("off_act_scale", 0, "act_scale overlap|overlap act_scale"),
+        ("off_weight_scale", 64, "128-byte aligned"),
+        ("off_store", 128, "1024-byte aligned"),
+        ("off_store", 0, "overlap"),
+        ("off_aux", 0, "overlap"),
+        ("off_barriers", 0, "overlap"),
+        ("off_aux", 1 << 20, "of aux"),
+        ("bytes_act", 128, "of act at"),
+        ("bytes_weight", 16384, "of weight at"),
+        ("bytes_act_scale", 1024, "of act_scale"),
+        ("bytes_weight_scale", 1024, "of weight_scale"),
+        ("bytes_store", 4096, "of store"),
+        ("bytes_aux", 512, "of aux"),
+        ("bytes_barriers", 16, "of barriers"),
+        ("smem_bytes", 1024, "inside"),
+    )
+    def test_sm100_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.attrs(kernel="sm100_v2", tile_m=256, tile_n=128)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_sm100_refuses_ranks_without_16_byte_rows(self):
+        attrs = self.attrs(kernel="sm100_v2")
+        with self.assertRaisesRegex(
+            jax.errors.JaxRuntimeError, "multiple of 8, lora_up has rank 12"
+        ):
+            self.compile(*attrs, 12)()
+
     def test_every_v2_quantizer_is_accepted(self):
         """Its shapes and LoRA-down's shared memory are worked out twice, in Python and in C++."""
         seen = set()
@@ -581,8 +664,8 @@ class PlanChecks(HostTest):
         self.assertEqual(seen, set(plan.budget.QUANTIZER_SHAPES))
 
     @parameterized.parameters(
-        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2.*1 .sm90_v1. and 3 .sm90_v2."),
-        ("plan", "cc", 100, "FAILED_PRECONDITION.*sm90_v2 runs on sm_90"),
+        ("plan", "kernel", 10, "FAILED_PRECONDITION.*kernel 10 runs on sm_100 and sm_103 only"),
+        ("plan", "cc", 100, "FAILED_PRECONDITION.*kernel 3 runs on sm_90 only"),
         ("plan", "tile_m", 96, "INVALID_ARGUMENT.*tile .96, "),
         ("plan", "tile_n", 512, "INVALID_ARGUMENT.*tile"),
         ("plan", "tile_k", 64, "INVALID_ARGUMENT.*tile_k 128"),

@@ -52,7 +52,7 @@ class ShapeTest(parameterized.TestCase):
         for expected in (
             "matmul 4352 x 3840 x 3072 (M x K x N), nvfp4 block 16, rank 128",
             "sm_100 (B200)",
-            "design only: no kernel in this build",
+            "kernel sm100_v2, not in this build (it has: no kernel)",
             "stages: main 7, LoRA in the main ring, store 3",
             "shared memory 227328 of 232448 B (97.8 %) per CTA",
             "17 x 24 = 408 tiles on 74 CTA pairs (one CTA per SM) = 6 waves",
@@ -239,7 +239,7 @@ class StatusTest(parameterized.TestCase):
     @parameterized.parameters(
         ((), "sm_90", "kernel sm90_v1, not in this build (it has: no kernel)"),
         (("sm90_v1",), "sm_90", "kernel sm90_v1, in this build"),
-        (("sm90_v1",), "sm_100", "kernel sm100_v2, design only: no kernel in this build"),
+        (("sm90_v1",), "sm_100", "kernel sm100_v2, not in this build (it has: sm90_v1)"),
     )
     def test_build(self, kernels, target, expected):
         with mock.patch.object(_ffi, "KERNELS", frozenset(kernels)):

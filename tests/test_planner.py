@@ -126,10 +126,15 @@ class StreamedLoraTest(parameterized.TestCase):
         self.assertIn("LoRA streamed through the main ring (2 extra steps)", reasons)
         self.assertIn("2 dedicated LoRA stages would leave 4 main stages", reasons)
 
-    def test_carving_out_is_chosen_where_it_is_cheaper(self):
-        """A single K step: the ring is never full, prefetched LoRA operands win."""
-        solved = plan.solve(problem(k=128, rank=32, m=128, n=256), B200)
-        self.assertEqual(solved.lora_stages, 2)
+    def test_carving_out_is_an_account(self):
+        """A single K step: the ring is never full, prefetched LoRA operands would win, and the
+        kernel streams all the same."""
+        p = problem(k=128, rank=32, m=128, n=256)
+        solved = plan.solve(p, B200)
+        self.assertEqual((solved.kernel, solved.lora_stages), ("sm100_v2", 0))
+        forced = plan.solve(p, B200, lora_stages=2)
+        self.assertEqual(forced.lora_stages, 2)
+        self.assertFalse(budget.DESIGNS[forced.kernel].runs(forced.lora_stages))
 
 
 class Sm90V1Test(parameterized.TestCase):
@@ -571,14 +576,26 @@ class RefusalTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "sm_120.*implementation='xla'"):
             plan.solve(problem(), "sm_120")
 
-    def test_no_int4_on_blackwell(self):
-        with self.assertRaisesRegex(NotImplementedError, "int4.*implementation='xla'"):
-            plan.solve(problem(format="int4"), "sm_100")
+    @parameterized.parameters(
+        ({"format": "int4"}, "no int4 path"),
+        ({"lora_dtype": "float32"}, "lora_up is float32"),
+        ({"out_dtype": "float32"}, "the result is float32"),
+        ({"rank": 20}, "rank 20 is not a multiple of 8"),
+        ({"m": 63}, "63 rows, it is made for 64"),
+        ({"n": 0}, "public layout"),
+    )
+    def test_what_sm100_v2_leaves_to_v1(self, changes, why):
+        p = problem(**changes)
+        solved = plan.solve(p, "sm_103")
+        self.assertEqual(solved.kernel, "sm100_v1")
+        self.assertRegex(solved.reasons[0], f"kernel sm100_v1 instead of sm100_v2: .*{why}")
+        if not changes.keys() & {"m", "n"}:
+            with self.assertRaisesRegex(NotImplementedError, f"{why}.*implementation='xla'"):
+                plan.solve(p, "sm_103", kernel="sm100_v2")
 
-    def test_lora_in_fp32_on_blackwell(self):
-        with self.assertRaisesRegex(NotImplementedError, "float32; cast lora_up"):
-            plan.solve(problem(lora_dtype="float32"), "sm_103")
-        plan.solve(problem(rank=0, lora_dtype="float32"), "sm_103")
+    def test_low_rank_dtype_without_a_low_rank_branch(self):
+        solved = plan.solve(problem(rank=0, lora_dtype="float32"), "sm_103")
+        self.assertEqual(solved.kernel, "sm100_v2")
 
     def test_kernel_for_another_target(self):
         with self.assertRaisesRegex(ValueError, "sm90_v1 is made for sm_90, not for sm_100"):
@@ -680,9 +697,13 @@ class PlanTest(parameterized.TestCase):
 class ForcedTest(parameterized.TestCase):
     """Forcing is the only way to fewer than two main stages, and never over budget."""
 
-    @parameterized.parameters(0, 1, 3)
-    def test_main_stages(self, stages):
-        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, main_stages=stages)
+    @parameterized.parameters(
+        ("svdquant_v2", 0), ("svdquant_v2", 1), ("sm100_v2", 2), ("sm100_v2", 3)
+    )
+    def test_main_stages(self, kernel, stages):
+        solved = plan.solve(
+            problem(), B200, kernel=kernel, tile_m=256, tile_n=128, main_stages=stages
+        )
         self.assertEqual(solved.main_stages, stages)
         self.assertIn("forced by the caller", "\n".join(solved.reasons))
 
@@ -690,10 +711,11 @@ class ForcedTest(parameterized.TestCase):
         with self.assertRaises(plan.DoesNotFitError):
             plan.solve(problem(), B200, tile_m=256, tile_n=128, main_stages=9)
 
-    @parameterized.product(kernel=("sm90_v1", "sm90_v2"), stages=(0, 1))
+    @parameterized.product(kernel=("sm90_v1", "sm90_v2", "sm100_v1", "sm100_v2"), stages=(0, 1))
     def test_a_kernel_needs_two(self, kernel, stages):
+        target = "sm_90" if kernel.startswith("sm90") else "sm_100"
         with self.assertRaisesRegex(plan.DoesNotFitError, "forced, .* needs 2 or more"):
-            plan.solve(problem(), "sm_90", kernel=kernel, main_stages=stages)
+            plan.solve(problem(), target, kernel=kernel, main_stages=stages)
 
     @parameterized.parameters("group_m", "promote_k")
     def test_32_bits(self, name):
@@ -715,8 +737,12 @@ class ForcedTest(parameterized.TestCase):
                 plan.solve(problem(), "sm_90", kernel=kernel)
 
     def test_store_stages(self):
-        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, store_stages=1)
-        self.assertEqual((solved.main_stages, solved.store_stages), (7, 1))
+        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, store_stages=2)
+        self.assertEqual((solved.main_stages, solved.store_stages), (7, 2))
+        with self.assertRaisesRegex(
+            plan.DoesNotFitError, "1 store stages forced, sm100_v2 needs 2"
+        ):
+            plan.solve(problem(), B200, store_stages=1)
 
 
 def shapes():
@@ -739,8 +765,10 @@ def with_capacity(name, capacity):
 
 
 def fit_rank(p, kernel):
-    """sm90_v2 takes whole chunks of ranks, and not every number of them."""
-    return dataclasses.replace(p, rank=min(p.rank // 16 * 16, 256)) if kernel == "sm90_v2" else p
+    """sm90_v2 takes whole chunks of ranks, and not every number; sm100_v2 whole 16 bytes."""
+    if kernel == "sm90_v2":
+        return dataclasses.replace(p, rank=min(p.rank // 16 * 16, 256))
+    return dataclasses.replace(p, rank=p.rank // 8 * 8) if kernel == "sm100_v2" else p
 
 
 def try_solve(*args, **kwargs):
@@ -756,6 +784,7 @@ class PropertyTest(parameterized.TestCase):
     @parameterized.parameters(
         ("sm_90", "sm90_v1"),
         ("sm_90", "sm90_v2"),
+        ("sm_100", "sm100_v1"),
         ("sm_100", "sm100_v2"),
         ("sm_103", "sm100_v2"),
         ("sm_100", "svdquant_v2"),
@@ -821,8 +850,8 @@ class PropertyTest(parameterized.TestCase):
         check()
 
     def test_equals_brute_force(self):
-        """Against every (tile, LoRA, main, store) combination, with bytes and time written out
-        from the documents and not taken from the package."""
+        """Against every (tile, main, store) combination, with bytes and time written out from the
+        documents and not taken from the package."""
 
         @quick
         @given(
@@ -840,26 +869,23 @@ class PropertyTest(parameterized.TestCase):
                 rows_m = tile_m // cta
                 main = rows_m * 144 + tile_n // cta * 128 + max(tile_n, 128) * 16
                 fixed = -(-8 * tile_n // 1024) * 1024 + 1024
-                for lora in (0, 1, 2) if rank else (0,):
-                    carved = lora * (rows_m + tile_n // cta) * rank * 2
-                    for stages in range(2, 12):
-                        for store in range(2, 30):
-                            if fixed + carved + stages * main + store * 8192 > capacity:
-                                break
-                            step = 2 * tile_m * tile_n * 256 / (1e16 / 148 * cta)
-                            wait = 650e-9 / stages
-                            tile = k // 256 * (step + wait)
-                            tile += -(-rank // 64) * (step + (0 if lora else wait))
-                            tile += 650e-9 if lora == 1 else 0
-                            if tile_n == 256:
-                                tile += tile_m * tile_n * 2 / (8e12 / 148 * cta)
-                            waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // (148 // cta))
-                            moved = (m + n) * (k // 2 + k // 16 + rank * 2) + 8 * n + 2 * m * n
-                            time = max(waves * tile, moved / 8e12)
-                            key = (round(time * 1e15), -tile_m * tile_n, -stages, lora, -store)
-                            if best is None or key < best[0]:
-                                best = (key, (tile_m, tile_n, cta, stages, lora, store))
-            solved = try_solve(problem(m=m, n=n, k=k, rank=rank), target)
+                for stages in range(2, 12):
+                    for store in range(2, 30):
+                        if fixed + stages * main + store * 8192 > capacity:
+                            break
+                        step = 2 * tile_m * tile_n * 256 / (1e16 / 148 * cta)
+                        wait = 650e-9 / stages
+                        tile = k // 256 * (step + wait)
+                        tile += -(-rank // 64) * (step + wait)
+                        if tile_n == 256:
+                            tile += tile_m * tile_n * 2 / (8e12 / 148 * cta)
+                        waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // (148 // cta))
+                        moved = (m + n) * (k // 2 + k // 16 + rank * 2) + 8 * n + 2 * m * n
+                        time = max(waves * tile, moved / 8e12)
+                        key = (round(time * 1e15), -tile_m * tile_n, -stages, -store)
+                        if best is None or key < best[0]:
+                            best = (key, (tile_m, tile_n, cta, stages, 0, store))
+            solved = try_solve(problem(m=m, n=n, k=k, rank=rank), target, kernel="sm100_v2")
             if best is None:
                 self.assertIsNone(solved)
                 return

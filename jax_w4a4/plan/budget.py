@@ -34,6 +34,7 @@ __all__ = [
     "V2Path",
     "gemm_traffic",
     "layout",
+    "down_sm100",
     "down_v2",
     "lora_steps",
     "output_tile_bytes",
@@ -234,12 +235,13 @@ class QuantizerPlan:
 
     Attributes:
       kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm, 3
-        the public layout with a token in registers.
+        the public layout with a token in registers, 4 the same with the block scales as sm100_v2
+        reads them.
       rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      warps: that hold a token in registers (quantizers 2 and 3).
-      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 and 3).
+      warps: that hold a token in registers (quantizers 2 to 4).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 4).
       down: LoRA-down, where it is a launch of its own.
       why: the reason for this kernel, where there was a choice.
     """
@@ -316,7 +318,7 @@ def _row(
 
 
 def sm90_v1(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
-    """The monolithic Hopper kernel: one CTA per tile, double-buffered loop, bf16 MMA.
+    """The monolithic kernel of sm_90 and sm_100: one CTA per tile, double-buffered, bf16 MMA.
 
     Operands are expanded exactly to bf16 on their way into shared memory. nvfp4 and mxfp4
     block scales are folded into them; int4 keeps fp32 scales because bf16 holds the integers
@@ -571,23 +573,28 @@ def _accumulator_bytes(config: Config) -> int:
 
 
 def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, int, int]:
-    """(accumulator stages, columns of one accumulator, columns of both block scales)."""
+    """(accumulators, columns of one, columns of both block scales, those of two stages).
+
+    cuda/sm100_layout.h has the kernel's side; tests compare them. Three accumulators, where they
+    fit, are a tile's product, its low-rank product, and the next tile's product.
+    """
     rows, columns = config.tile_m, _accumulator_bytes(config) // 512
     if config.cluster == 2 and "accumulator" in target.halved:
         rows, columns = rows // 2, columns // 2
     per_row = config.tile_k // problem.block_size
-    scales = _scale_columns(rows, per_row) + _scale_columns(config.tile_n, per_row)
-    stages = 2 if 2 * columns + scales <= target.tmem_columns else 1
+    scales = 2 * (_scale_columns(rows, per_row) + _scale_columns(config.tile_n, per_row))
+    stages = 3 if 3 * columns + scales <= target.tmem_columns else 1
     return stages, columns, scales
 
 
 def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
-    """The tcgen05 design for sm_100/sm_103: persistent, warp-specialised, TMEM accumulators.
+    """The persistent, warp-specialised kernel for sm_100/sm_103 (cuda/sm100_gemm.cuh).
 
-    A K step is 256 4-bit elements = 128 bytes per row. With ``lora_stages == 0`` the low-rank
-    operands take the main ring's slots as extra steps of 64 ranks (64 bf16 = 128 bytes per row)
-    after the K loop and own no bytes. Block scales keep the 128x4 atom, so rows round up
-    to 128.
+    Accumulators are in TMEM. A K step is 256 4-bit elements = 128 bytes per row. With
+    ``lora_stages == 0`` the low-rank operands take the main ring's slots as extra steps of 64 ranks
+    (64 bf16 = 128 bytes per row) after the K loop and own no bytes; dedicated LoRA stages are an
+    account without a kernel.
+    Block scales keep the 128x4 atom, so rows round up to 128.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
     per_row = config.tile_k // problem.block_size
@@ -724,12 +731,12 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-# (lane chunks, warps) of quantizers 2 and 3 that are compiled.
+# (lane chunks, warps) of quantizers 2 to 4 that are compiled.
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
 def token_quantizer(problem: Problem, kernel: int) -> QuantizerPlan | None:
-    """Quantizer 2 or 3 (cuda/sm90_quantize_token.cuh), None where K is too long.
+    """Quantizer 2, 3 or 4 (cuda/sm90_quantize_token.cuh), None where K is too long.
 
     A token is held by the registers of ``warps`` warps, so a CTA of 256 threads, or of 16 warps,
     takes one or two tokens and has no dynamic shared memory.
@@ -761,6 +768,18 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
+def down_sm100(problem: Problem, capacity: int) -> DownPlan:
+    """LoRA-down of the sm100_v2 path (cuda/sm100_down.cuh): 64 tokens and 64 ranks per CTA.
+
+    A ring of 64-k stages, 64 rows of x and 64 of lora_down of 128 bytes each; barriers. Two CTAs
+    share an SM, eight stages at most.
+    """
+    stage = 2 * 64 * 128
+    stages = min(8, (capacity // 2 - 1024 - 128) // stage)
+    off = stages * stage
+    return DownPlan(64, 1, stages, 160, off + 16 * stages, off)
+
+
 def workspace(
     problem: Problem, design: Design, quantizer: QuantizerPlan, tile_m: int, m: Any, kind: str
 ) -> tuple[Buffer, ...]:
@@ -778,6 +797,17 @@ def workspace(
         Buffer("scales", (m, problem.k_pad // problem.block_size), problem.scale_dtype),
     )
     lora_act = Buffer("lora_act", (m, problem.rank), problem.lora_dtype)
+    if design.scale_atoms:
+        atoms = -(-problem.k_pad // 256) * (64 // problem.block_size)
+        private = tuple(
+            Buffer(name, ((rows + 127) // 128 * atoms, 512), "uint8")
+            for name, rows in (("act_atoms", m), ("weight_atoms", problem.n))
+        )
+        if kind == "gemm":
+            return private
+        if quantizer.kernel == 4:
+            public = (public[0], dataclasses.replace(public[1], shape=(0, public[1].shape[1])))
+        return (*public, lora_act, *private)
     if not design.private_layout:
         return (*public, lora_act) if kind == "matmul" else ()
     path = v2_path(problem)
@@ -888,6 +918,10 @@ class Design:
       lora_row_bytes: of one token or weight row in a step of a streamed low-rank branch.
       interleaved: the K-loop objects of a stage lie side by side.
       private_layout: the gemm reads activations in a layout of its own.
+      scale_atoms: the gemm reads the block scales of both operands as 128x4 atoms.
+      lora_runs: those of ``lora_choices`` that the kernel has; the others are accounts.
+      group_m: most m tiles that share a sweep over n; 0 where the hardware orders the tiles.
+      unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
     """
 
     name: str
@@ -911,6 +945,14 @@ class Design:
     lora_row_bytes: int = 128
     interleaved: bool = False
     private_layout: bool = False
+    scale_atoms: bool = False
+    lora_runs: tuple[int, ...] | None = None
+    group_m: int = 0
+    unproven: bool = False
+
+    def runs(self, lora_stages: int) -> bool:
+        """Whether the kernel has this LoRA staging."""
+        return self.lora_runs is None or lora_stages in self.lora_runs
 
     def step(self, problem: Problem) -> int:
         """K elements of one main-loop step."""
@@ -977,16 +1019,38 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 lora_row_bytes=64,
                 interleaved=True,
                 private_layout=True,
+                group_m=11,
+            ),
+            Design(
+                name="sm100_v1",
+                code=10,
+                implemented=True,
+                ccs=frozenset({100, 103}),
+                rows=sm90_v1,
+                tiles=((128, 128, 1), (64, 128, 1), (32, 128, 1)),
+                tile_k=dict.fromkeys(FORMATS, 64),
+                threads=256,
+                align=128,
+                persistent=False,
+                max_main_stages=2,
+                min_store_stages=0,
+                grow_store=False,
+                lora_choices=(1,),
+                main_peak=dict.fromkeys(FORMATS, "peak_bf16"),
+                up_peak="peak_fp32",
+                down_peak="peak_fp32",
+                grow_main=False,
+                unproven=True,
             ),
             Design(
                 name="sm100_v2",
                 code=2,
-                implemented=False,
+                implemented=True,
                 ccs=frozenset({100, 103}),
                 rows=sm100_v2,
                 tiles=((256, 256, 2), (256, 128, 2), (128, 256, 1), (128, 128, 1), (128, 64, 1)),
                 tile_k=dict.fromkeys(("nvfp4", "mxfp4"), 256),
-                threads=192,
+                threads=384,
                 align=1024,
                 persistent=True,
                 max_main_stages=None,
@@ -996,6 +1060,10 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 main_peak=dict.fromkeys(("nvfp4", "mxfp4"), "peak_fp4"),
                 up_peak="peak_bf16",
                 down_peak="peak_bf16",
+                scale_atoms=True,
+                lora_runs=(0,),
+                group_m=11,
+                unproven=True,
             ),
             Design(
                 name="svdquant_v2",

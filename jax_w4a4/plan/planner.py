@@ -32,7 +32,11 @@ __all__ = [
 SCHEMA = 3
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
-_DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
+_DEFAULT_KERNELS = {
+    90: ("sm90_v2", "sm90_v1"),
+    100: ("sm100_v2", "sm100_v1"),
+    103: ("sm100_v2", "sm100_v1"),
+}
 # What a caller of `solve` may fix instead of leaving it to the solver.
 FORCIBLE = (
     "tile_m",
@@ -61,6 +65,8 @@ _EXPAND_ROWS = 32
 # sm90_v2 is chosen from this many rows on; nothing is measured below.
 _V2_LEAST_M = 256
 _V2_MOST_RANK = 256
+# sm100_v2 is chosen from half of its smallest tile on; nothing is measured on such a chip.
+_SM100_LEAST_M = 64
 # 16 * 8 * 15 * K, the largest sum of weights times 16 and unsigned activations, is below 2^31.
 _V2_MOST_INT4_K = 1 << 20
 
@@ -91,9 +97,8 @@ _V2_COLUMN_S = {
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
 _V2_EPILOGUE_S = 5e-9
-# m tiles that share one sweep over n: their activations stay in L2 while the weights pass by. Same
-# data: up to 6 % faster than one group of 22 when the chip runs hot, equal otherwise.
-_V2_GROUP_M = 11
+# Design.group_m of sm90_v2, same data: up to 6 % faster than one group of 22 when the chip runs
+# hot, equal otherwise. sm100_v2 takes it over, unmeasured.
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -152,7 +157,8 @@ class Plan:
 
     Attributes:
       schema: version of this record.
-      kernel: ``"sm90_v1"``, ``"sm90_v2"``, ``"sm100_v2"``, or an account without a kernel
+      kernel: ``"sm90_v1"``, ``"sm90_v2"``, ``"sm100_v1"``, ``"sm100_v2"``, or an account without
+        a kernel
         (``"svdquant_v2"``).
       target, cc: architecture planned for.
       tile_m, tile_n, tile_k: tile of one group of ``cluster`` CTAs, and its K step.
@@ -380,7 +386,7 @@ def _solve(
             f"{target.name} for {design.name} at rank {problem.rank}, {problem.format}:\n  "
             + "\n  ".join(refused)
         )
-    found.sort(key=_Candidate.order)
+    found.sort(key=lambda c: (not design.runs(c.config.lora_stages), *c.order()))
     best = found[0].config
     rows, regions, smem = _place(design, problem, target, best)
     group_m, why_group = _group_m(design, problem, best, choice)
@@ -444,10 +450,8 @@ def _design(
             raise NotImplementedError(
                 f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; {way_out}"
             )
-        if len(names) == 1:
-            return _checked(problem, budget.DESIGNS[names[0]], target, way_out), ()
         first, last = names
-        why = _why_not_v2(problem, target, forced)
+        why = (_why_not_v2 if first == "sm90_v2" else _why_not_sm100)(problem, target, forced)
         if why is None:
             return budget.DESIGNS[first], ()
         return budget.DESIGNS[last], (f"kernel {last} instead of {first}: {why}",)
@@ -461,7 +465,7 @@ def _design(
 
 
 def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
-    if design.name == "sm90_v1":
+    if design.name in ("sm90_v1", "sm100_v1"):
         return design
     if design.name == "sm90_v2":
         why = _v2_lacks(problem)
@@ -469,6 +473,14 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
             raise NotImplementedError(
                 f"jax_w4a4.plan: kernel sm90_v2 cannot take this problem: {why}; plan with "
                 f"kernel=None, which takes sm90_v1 here, or {way_out}"
+            )
+        return design
+    if design.name == "sm100_v2":
+        why = _sm100_lacks(problem)
+        if why is not None:
+            raise NotImplementedError(
+                f"jax_w4a4.plan: kernel sm100_v2 cannot take this problem: {why}; plan with "
+                f"kernel=None, which takes sm100_v1 here, or {way_out}"
             )
         return design
     if problem.format == "int4":
@@ -497,6 +509,31 @@ def _v2_lacks(problem: Problem) -> str | None:
         return f"lora_up is {problem.lora_dtype}, its low-rank MMA takes bfloat16"
     if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
         return f"rank {problem.rank} is not a multiple of 16 up to {_V2_MOST_RANK}"
+    return None
+
+
+def _sm100_lacks(problem: Problem) -> str | None:
+    """What sm100_v2 has no code for, None if it can run the problem."""
+    if problem.format == "int4":
+        return "it has no int4 path, the chip has no 4-bit integer MMA"
+    if budget.ITEMSIZE[problem.out_dtype] != 2:
+        return f"the result is {problem.out_dtype}, it stores bfloat16 and float16"
+    if problem.rank and budget.ITEMSIZE[problem.lora_dtype] != 2:
+        return f"lora_up is {problem.lora_dtype}, its low-rank MMA takes bfloat16 and float16"
+    if problem.rank % 8:
+        return f"rank {problem.rank} is not a multiple of 8"
+    return None
+
+
+def _why_not_sm100(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
+    """Why sm100_v2 is not chosen by itself, None if it is."""
+    if problem.n == 0:
+        return "an activation that is quantized on its own has the public layout"
+    lacks = _sm100_lacks(problem)
+    if lacks is not None:
+        return lacks
+    if problem.m is not None and problem.m < _SM100_LEAST_M:
+        return f"{problem.m} rows, it is made for {_SM100_LEAST_M} and more"
     return None
 
 
@@ -533,10 +570,20 @@ def _quantizer(
             raise ValueError(
                 f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
             )
-        # The gemm of sm90_v1 shares a handler with its own quantizer.
-        alone = problem.n == 0 and design.name == "sm90_v1" and asked is None
-        found = _token_quantizer(problem, target, 3) if alone else None
-        return found if isinstance(found, QuantizerPlan) else budget.quantizer_v1(problem)
+        # The gemms of v1 share a handler with their own quantizer.
+        kernel = 4 if design.scale_atoms else 3 if problem.n == 0 else None
+        if kernel is None or not design.code:
+            return budget.quantizer_v1(problem)
+        why = _token_quantizer(problem, target, kernel)
+        if asked is None and isinstance(why, QuantizerPlan):
+            return why
+        if kernel == 3:
+            return budget.quantizer_v1(problem)
+        why = why if isinstance(why, str) else "forced by the caller"
+        return dataclasses.replace(
+            budget.quantizer_v1(problem),
+            why=f"quantizer of the public layout, then a pass over the block scales: {why}",
+        )
     found = _token_quantizer(problem, target, 2)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
@@ -550,7 +597,7 @@ def _quantizer(
 
 
 def _token_quantizer(problem: Problem, target: Target, kernel: int) -> QuantizerPlan | str:
-    """Launches of quantizer 2 or 3, or why there are none."""
+    """Launches of quantizer 2, 3 or 4, or why there are none."""
     k = problem.k or problem.k_pad
     name = f"quantizer {kernel}"
     if k % 8:
@@ -558,7 +605,7 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
     plan = budget.token_quantizer(problem, kernel)
     if plan is None:
         return f"{name} keeps a token in registers, K = {k} is too long"
-    to = "straight into the gemm's layout" if kernel == 2 else "to codes and block scales"
+    to = "to codes and block scales" if kernel == 3 else "straight into the gemm's layout"
     text = f"{name}: one read of x, {to}, {plan.warps} warps hold a token in registers"
     if not problem.rank:
         return dataclasses.replace(plan, why=text)
@@ -567,12 +614,18 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
             f"LoRA-down beside {name} reads bfloat16, x is {problem.x_dtype} and lora_down "
             f"{problem.lora_dtype}"
         )
-    if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
-        return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
     if problem.lora_smoothed:
         return f"LoRA-down beside {name} reads x before smoothing"
-    cluster = _down_cluster(problem, target)
-    down = budget.down_v2(problem, cluster, target.smem_bytes)
+    if target.cc >= 100:
+        if problem.rank % 8:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 8"
+        cluster = 1
+        down = budget.down_sm100(problem, target.smem_bytes)
+    else:
+        if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
+        cluster = _down_cluster(problem, target)
+        down = budget.down_v2(problem, cluster, target.smem_bytes)
     text += (
         f"; LoRA-down beside it, {down.rows} tokens and K on {_ctas(cluster)}, "
         f"{_count(down.stages, 'stage')}"
@@ -615,16 +668,16 @@ def _group_m(
     design: Design, problem: Problem, best: Config, forced: dict[str, int]
 ) -> tuple[int, tuple[str, ...]]:
     """m tiles per sweep over n."""
-    if not design.private_layout:
+    if not design.group_m:
         if "group_m" in forced:
             raise ValueError(f"jax_w4a4.plan: {design.name} has no group_m")
         return 0, ()
     if "group_m" in forced:
         return max(1, forced["group_m"]), ("group_m forced by the caller",)
     if problem.m is None:
-        return _V2_GROUP_M, ()
+        return design.group_m, ()
     tiles = max(1, -(-problem.m // best.tile_m))
-    groups = -(-tiles // _V2_GROUP_M)
+    groups = -(-tiles // design.group_m)
     return -(-tiles // groups), (
         f"{_count(groups, 'group')} of up to {_count(-(-tiles // groups), 'm tile')}: a group's "
         "activations stay in L2 while the weights pass by once",
@@ -685,6 +738,8 @@ def _fit(
     store = forced.get("store_stages", design.min_store_stages)
     if store and not design.min_store_stages:
         return f"{store} store stages forced, {design.name} stores from registers"
+    if design.implemented and store < design.min_store_stages:
+        return f"{store} store stages forced, {design.name} needs {design.min_store_stages} or more"
     if design.private_layout and store != design.min_store_stages:
         return f"{store} store stages forced, {design.name} has {design.min_store_stages}"
     config = dataclasses.replace(config, store_stages=store)
@@ -932,5 +987,8 @@ def _why_accumulator(
     if row.memory != "tmem":
         return ()
     if row.stages > 1:
-        return (f"two accumulators ({row.note}): the store of a tile hides under the next K loop",)
-    return (f"one accumulator ({row.note}): the store of a tile is exposed",)
+        return (
+            f"{_count(row.stages, 'accumulator')} ({row.note}): the store of a tile hides under "
+            "the next K loop",
+        )
+    return (f"one accumulator ({row.note}): the next K loop waits until it is in registers",)

@@ -4,7 +4,6 @@ import re
 import tempfile
 
 import pytest
-import sm100
 from absl.testing import parameterized
 
 from emulator import ptx, toolchain
@@ -44,10 +43,12 @@ class Gate(parameterized.TestCase):
     def test_all(self, source):
         self.gate(source)
 
-    @parameterized.parameters("sm_100a", "sm_103a")
-    def test_blackwell(self, arch):
-        flags = [f"-I{sm100.SOURCE.parent}"]
-        module = ptx.parse(toolchain.ptx_of(sm100.SOURCE, arch, flags))
+    @parameterized.product(
+        source=sorted(path.name for path in toolchain.CUDA.glob("sm100_*.cu")),
+        arch=("sm_100a", "sm_103a"),
+    )
+    def test_blackwell(self, source, arch):
+        module = ptx.parse(toolchain.ptx_of(source, arch))
         self.assertEqual(module.target, arch)
         for kernel in module.kernels.values():
             self.assertTrue(Code(kernel).nodes)
