@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "sm90_decode.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,9 +16,14 @@ namespace jax_w4a4 {
 constexpr int64_t kPlanSchema = 3;
 
 // Values of PlanAttrs::kernel.
-enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
+enum class KernelId : int64_t {
+  kSm90V1 = 1,
+  kSm100V2 = 2,
+  kSm90V2 = 3,
+  kSm90Decode = 4,
+};
 // Values of PlanAttrs::q_kernel.
-enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
+enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3, kDecode = 4 };
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
@@ -25,7 +31,7 @@ struct PlanAttrs {
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
   // m tiles per sweep over n; 0 where the hardware orders the tiles.
   int64_t group_m;
-  // sm90_v2: a GemmV2Path; 0 otherwise.
+  // sm90_v2 and sm90_decode: a GemmV2Path; 0 otherwise.
   int64_t path;
   // K elements that kMxfp4Promoted adds up in the tensor core; 0 otherwise.
   int64_t promote_k;
@@ -38,7 +44,7 @@ struct PlanAttrs {
   int64_t bytes_weight, bytes_act, bytes_weight_scale, bytes_act_scale,
       bytes_lora_up, bytes_lora_act, bytes_aux, bytes_store, bytes_barriers;
   int64_t q_kernel, q_rows, q_chunk_k, q_threads, q_smem_bytes;
-  // Quantizer 2: warps that hold a token, pieces of eight values per lane; its
+  // Quantizers 2 to 4: warps that hold a token, pieces of eight values per lane; its
   // launch of LoRA-down, 0 without one.
   int64_t q_warps, q_lane_chunks, down_cluster, down_stages, down_smem_bytes,
       off_down_barriers;
@@ -46,10 +52,22 @@ struct PlanAttrs {
   bool IsV2() const {
     return kernel == static_cast<int64_t>(KernelId::kSm90V2);
   }
+  bool IsDecode() const {
+    return kernel == static_cast<int64_t>(KernelId::kSm90Decode);
+  }
+  // Kernels that read activations in the layout of sm90_v2.
+  bool IsPrivate() const { return IsV2() || IsDecode(); }
   // Valid once CheckAttrs has passed, as all that follows.
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }
   bool QuantizerIsV2() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kV2);
+  }
+  bool QuantizerIsDecode() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kDecode);
+  }
+  // Quantizers that write the private layout from x.
+  bool QuantizerIsPrivate() const {
+    return QuantizerIsV2() || QuantizerIsDecode();
   }
   bool QuantizerIsPublic() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kPublic);
@@ -77,6 +95,7 @@ xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, const SpecAttrs& spec,
 // Shared-memory layout of a plan that passed CheckGemmRegions.
 GemmSmem GetGemmSmem(const PlanAttrs& plan);
 GemmV2Smem GetGemmV2Smem(const PlanAttrs& plan);
+DecodeSmem GetDecodeSmem(const PlanAttrs& plan);
 
 }  // namespace jax_w4a4
 

@@ -50,6 +50,8 @@ class Ring {
     return barrier;
   }
 
+  __device__ __forceinline__ uint32_t full(int slot) const { return full_ + 8 * slot; }
+
   __device__ __forceinline__ void wait_full(const RingState& state) const {
     mbarrier_wait(full_ + 8 * state.slot, state.phase);
   }
