@@ -16,6 +16,8 @@
 #include "sm100_gemm.h"
 #include "sm100_quantize.h"
 #include "sm100_scales.h"
+#include "sm90_decode.h"
+#include "sm90_decode_quantize.h"
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
@@ -421,8 +423,9 @@ Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
                              {m, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
   W4A4_RETURN_IF_ERROR(
       Check("token_scale", b.token_scale, {DataType::F32}, {tokens}));
+  // sm90_decode works them out itself.
   return Check("rows", b.rows, {DataType::F32},
-               {n, kGemmV2RowInputBytes / 4});
+               {plan.IsDecode() ? 0 : n, kGemmV2RowInputBytes / 4});
 }
 
 // The private layout holds bf16 low-rank operands and results only.
@@ -433,7 +436,8 @@ Error CheckV2Types(const GemmBuffers& b) {
   return Check("lora_up", b.lora_up, {DataType::BF16}, {kAny, kAny});
 }
 
-WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
+WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w,
+                           int64_t rows) {
   WeightRowParams p = {};
   p.weight_scale = b.weight_scale.untyped_data();
   p.weight_global_scale = OptionalData(b.weight_global_scale);
@@ -442,8 +446,13 @@ WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
   p.bias = OptionalData(b.bias);
   p.rows = w.rows.untyped_data();
   p.scale_dtype = ToDType(b.weight_scale.element_type());
-  p.n = Dim(b.weight, 0);
+  p.n = rows;
   return p;
+}
+
+// Weight rows that the launch before the gemm prepares.
+int64_t PreparedRows(const GemmBuffers& b, const PlanAttrs& plan) {
+  return plan.IsDecode() ? 0 : Dim(b.weight, 0);
 }
 
 Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
@@ -453,7 +462,7 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.scales = b.act_scale.untyped_data();
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
-  p.weight = WeightRows(b, w);
+  p.weight = WeightRows(b, w, PreparedRows(b, plan));
   p.m = Dim(b.act, 0);
   p.k_pad = static_cast<int>(spec.k_pad);
   p.block = static_cast<int>(spec.block_size);
@@ -530,10 +539,24 @@ Error QuantizePublic(cudaStream_t stream, const QuantizeBuffers& q,
   return Error::Success();
 }
 
-// LoRA-down, then beside it the quantizer of the private layout.
+// LoRA-down, then beside it the quantizer of the private layout; or both in one
+// launch.
 Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const GemmBuffers& b, const PrivateBuffers& w,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  if (plan.QuantizerIsDecode()) {
+    DecodeQuantizeParams p = {};
+    SetTokens(&p, q, plan, spec);
+    p.beside = false;
+    p.act = w.act.untyped_data();
+    p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
+    p.scale_dtype = ToDType(b.weight_scale.element_type());
+    p.lora_down = q.lora_down.untyped_data();
+    p.lora_act = q.lora_act.untyped_data();
+    p.rank = static_cast<int>(Dim(q.lora_down, 1));
+    W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, stream));
+    return Error::Success();
+  }
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   QuantizeV2Params p = {};
   SetTokens(&p, q, plan, spec);
@@ -541,7 +564,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   p.block = static_cast<int>(spec.block_size);
-  p.weight = WeightRows(b, w);
+  p.weight = WeightRows(b, w, PreparedRows(b, plan));
   W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
   return Error::Success();
 }
@@ -591,6 +614,60 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
+Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
+             const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  DecodeParams p = {};
+  p.act = w.act.untyped_data();
+  p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.row_inputs = WeightRows(b, w, Dim(b.weight, 0));
+  p.lora_act = b.lora_act.untyped_data();
+  p.lora_up = b.lora_up.untyped_data();
+  p.out = b.out.untyped_data();
+  p.m = Dim(b.out, 0);
+  p.n = Dim(b.out, 1);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(Dim(b.lora_up, 1));
+  p.tile_n = static_cast<int>(plan.tile_n);
+  p.stages = static_cast<int>(plan.main_stages);
+  p.smem = GetDecodeSmem(plan);
+
+  const int tile_m = static_cast<int>(plan.tile_m);
+  if (p.m > tile_m) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: kernel sm90_decode takes up to tile_m=" +
+                     std::to_string(tile_m) + " rows, got " +
+                     std::to_string(p.m));
+  }
+  const LaunchResult done =
+      LaunchDecode(plan.V2Path(), tile_m, p,
+                   g_dependent_launch.load(std::memory_order_relaxed), device,
+                   stream);
+  if (done.detail != nullptr) {
+    return Error(ErrorCode::kInternal,
+                 std::string("jax_w4a4: the driver refused a tensor map of ") +
+                     done.detail);
+  }
+  if (done.code != cudaSuccess) return CudaError("gemm sm90_decode", done.code);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {DecodeKernel(plan.V2Path(), tile_m, p.tile_n),
+            device,
+            static_cast<unsigned>(done.grid),
+            1,
+            kDecodeThreads,
+            p.smem.total_bytes,
+            1};
+  return Error::Success();
+}
+
+// The gemm of a plan that reads the private layout.
+Error PrivateGemm(cudaStream_t stream, const GemmBuffers& b,
+                  const PrivateBuffers& w, const PlanAttrs& plan,
+                  const SpecAttrs& spec, int device) {
+  return plan.IsDecode() ? Decode(stream, b, w, plan, spec, device)
+                         : GemmV2(stream, b, w, plan, spec, device);
+}
+
 // From x, straight into the gemm's layout: q.scales is empty, q.packed has
 // `packed_rows`.
 Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
@@ -629,7 +706,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
                const PlanAttrs& plan, const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   int device = 0;
-  if (plan.QuantizerIsV2()) {
+  if (plan.QuantizerIsPrivate()) {
     W4A4_RETURN_IF_ERROR(CheckFused(q, g, 0, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckV2Types(g));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
@@ -637,7 +714,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
         plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(QuantizeFused(stream, q, g, w, plan, spec, device));
-    return GemmV2(stream, g, w, plan, spec, device);
+    return PrivateGemm(stream, g, w, plan, spec, device);
   }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
@@ -647,7 +724,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   if (m == 0 || n == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
   W4A4_RETURN_IF_ERROR(Repack(stream, g, w, plan, spec));
-  return GemmV2(stream, g, w, plan, spec, device);
+  return PrivateGemm(stream, g, w, plan, spec, device);
 }
 
 // ---------------------------------------------------------------------------
@@ -791,7 +868,7 @@ Error MatmulSm100(cudaStream_t stream, const QuantizeBuffers& q,
 
 // Results of a call after y, as many as its kernel's plan has.
 size_t ResultCount(const PlanAttrs& plan, size_t v1, size_t v2, size_t sm100) {
-  return plan.IsV2() ? v2 : plan.IsSm100() ? sm100 : v1;
+  return plan.IsPrivate() ? v2 : plan.IsSm100() ? sm100 : v1;
 }
 
 Error GetResults(const ffi::RemainingRets& rets, size_t expected,
@@ -858,14 +935,14 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
   W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 0, 3, 2), &r));
   W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
-  if (plan.IsV2()) {
+  if (plan.IsPrivate()) {
     const PrivateBuffers w = {r[0], r[1], r[2]};
     const int64_t m = Dim(act, 0), n = Dim(weight, 0);
     W4A4_RETURN_IF_ERROR(CheckV2Types(b));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(Repack(stream, b, w, plan, spec));
-    return GemmV2(stream, b, w, plan, spec, device);
+    return PrivateGemm(stream, b, w, plan, spec, device);
   }
   if (plan.IsSm100()) {
     const AtomBuffers w = {r[0], r[1]};
@@ -896,7 +973,7 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
       r[0],   r[1],         act_global_scale,    r[2],
       weight, weight_scale, weight_global_scale, lora_up,
       channel_scale, bias, *out};
-  if (plan.IsV2()) {
+  if (plan.IsPrivate()) {
     return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
   }
   if (plan.IsSm100()) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "sm100_down.h"
+#include "sm90_decode_quantize.h"
 #include "sm90_down_v2.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
@@ -229,6 +230,33 @@ ffi::Error CheckSm100Regions(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
+ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
+  if (!IsGemmV2Path(p.path) || !PathTakes(p.V2Path(), s) ||
+      DecodeKernel(p.V2Path(), static_cast<int>(p.tile_m),
+                   static_cast<int>(p.tile_n)) == nullptr) {
+    return Invalid("kernel sm90_decode has no path ", p.path, " for format ",
+                   s.format, " with block_size=", s.block_size, " k_pad=",
+                   s.k_pad, " and tile (", p.tile_m, ", ", p.tile_n,
+                   "); expected tile_n a multiple of 8 up to ",
+                   kDecodeMaxTileN, " and a compiled path and tile_m");
+  }
+  if (p.tile_k != DecodeTileK(p.tile_n) || p.cluster != 1 ||
+      p.threads != kDecodeThreads || p.main_stages < 2 ||
+      p.main_stages > kDecodeMaxStages || p.lora_stages != 0 ||
+      p.store_stages != 1 || p.group_m != 0 || p.promote_k != 0) {
+    return Invalid("kernel sm90_decode can't run tile_k ", p.tile_k,
+                   " with tile_n ", p.tile_n, ", cluster ", p.cluster,
+                   ", group_m ", p.group_m, ", promote_k ", p.promote_k, ", ",
+                   p.threads, " threads, stages main ", p.main_stages,
+                   " lora ", p.lora_stages, " store ", p.store_stages,
+                   "; expected tile_k ", DecodeTileK(p.tile_n),
+                   ", cluster 1, group_m and promote_k 0, ", kDecodeThreads,
+                   " threads, stages main 2..", kDecodeMaxStages,
+                   " lora 0 store 1");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error CheckV1Regions(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
   const bool int4 = s.format == static_cast<int64_t>(Format::kInt4);
@@ -340,6 +368,63 @@ ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
+                              int64_t rank) {
+  if (rank % 16 != 0 || rank > kGemmV2MaxRank) {
+    return Precondition("kernel sm90_decode takes ranks that are a multiple of "
+                        "16 up to ", kGemmV2MaxRank, ", lora_up has rank ",
+                        rank);
+  }
+  const int64_t ring = p.stage_bytes * p.main_stages;
+  const int64_t slab = DecodeSlabBytes(p.tile_m, p.tile_n);
+  // 1024: the swizzle of 128-byte rows repeats every eight of them.
+  const Region slot[] = {
+      {"weight", p.off_weight, p.bytes_weight, DecodeWeightBytes(p.tile_n), 1,
+       1024},
+      {"act", p.off_act, p.bytes_act,
+       DecodeActBytes(p.V2Path(), p.tile_m, p.tile_n), 1, 1024},
+  };
+  const Region whole[] = {
+      {"main ring", 0, ring, ring, 1, 1024},
+      {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
+       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad), 1},
+      {"act_scale", p.off_act_scale, p.bytes_act_scale,
+       GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
+      {"lora_act", p.off_lora_act, p.bytes_lora_act, rank > 0 ? slab : 0, 1},
+      {"aux", p.off_aux, p.bytes_aux, p.tile_n * kGemmV2RowInputBytes, 1},
+      {"barriers", p.off_barriers, p.bytes_barriers, 16 * p.main_stages, 1},
+      // Over the ring, once that is through, never over the others.
+      {"store", p.off_store, p.bytes_store,
+       slab * DecodeShapeOf(p.tile_n).k_groups, 1},
+  };
+  if (p.stage_bytes < 1 || p.stage_bytes % 1024 != 0 ||
+      p.stage_bytes > p.smem_bytes) {
+    return Precondition("plan has ", p.stage_bytes, " bytes per stage of ",
+                        p.smem_bytes, "; expected a multiple of 1024, inside");
+  }
+  if (p.off_weight != 0) {
+    return Precondition("plan puts weight at offset ", p.off_weight,
+                        " of a stage; the kernel has it at 0");
+  }
+  for (const Region& r : slot) {
+    if (ffi::Error e = CheckRegion(r, p.stage_bytes); e.failure()) return e;
+  }
+  if (Overlap(slot[0], slot[1])) {
+    return Precondition("plan lets weight overlap act");
+  }
+  for (const Region& a : whole) {
+    if (a.needed == 0) continue;
+    if (ffi::Error e = CheckRegion(a, p.smem_bytes); e.failure()) return e;
+    for (const Region& b : whole) {
+      const bool alias_ok = &a == &whole[0] && &b == &whole[6];
+      if (&a < &b && b.needed != 0 && !alias_ok && Overlap(a, b)) {
+        return Precondition("plan lets ", a.name, " overlap ", b.name);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
@@ -358,10 +443,10 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
     }
   }
   const bool blackwell = p.IsBlackwell();
-  if (!p.IsV1() && !p.IsV2() && !p.IsSm100()) {
+  if (!p.IsV1() && !p.IsPrivate() && !p.IsSm100()) {
     return Precondition("plan asks for kernel ", p.kernel,
-                        "; expected 1 (sm90_v1), 3 (sm90_v2), 10 (sm100_v1) or "
-                        "2 (sm100_v2)");
+                        "; expected 1 (sm90_v1), 3 (sm90_v2), 4 "
+                        "(sm90_decode), 10 (sm100_v1) or 2 (sm100_v2)");
   }
   if (blackwell && !kBuiltForSm100) {
     return Precondition("plan asks for kernel ", p.kernel,
@@ -374,12 +459,14 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                         " only");
   }
   if (ffi::Error error = CheckSpec(s); error.failure()) return error;
+  if (p.IsDecode()) return CheckDecodeAttrs(p, s);
   if (p.IsV2()) return CheckV2Attrs(p, s);
   return p.IsSm100() ? CheckSm100Attrs(p, s) : CheckV1Attrs(p);
 }
 
 ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
                             int64_t rank) {
+  if (p.IsDecode()) return CheckDecodeRegions(p, s, rank);
   if (p.IsV2()) return CheckV2Regions(p, rank);
   return p.IsSm100() ? CheckSm100Regions(p, s, rank) : CheckV1Regions(p, s, rank);
 }
@@ -409,12 +496,12 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   const int64_t most = p.IsBlackwell()
                            ? std::numeric_limits<int32_t>::max()
                            : static_cast<int64_t>(kDownV2MaxRank);
-  if (p.QuantizerIsV2() != p.IsV2() || p.QuantizerIsSm100() != p.IsSm100() ||
+  if (p.QuantizerIsV2() != p.IsPrivate() || p.QuantizerIsSm100() != p.IsSm100() ||
       s.k % 8 != 0 || rank % ranks != 0 || rank > most ||
       (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
-        "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernel "
-        "sm90_v2, 4 before sm100_v2 and 3 without one, rank a multiple of ",
+        "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernels "
+        "sm90_v2 and sm90_decode, 4 before sm100_v2 and 3 without one, rank a multiple of ",
         ranks, " up to ", most, ", LoRA-down on x; got kernel ", p.kernel, ", k ",
         s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
   }
@@ -452,6 +539,36 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
+// Quantizer 4: like them, LoRA-down in the same launch.
+ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
+                                int64_t rank) {
+  if (!p.IsDecode() || s.k % 8 != 0 || rank % 16 != 0 ||
+      rank > kGemmV2MaxRank || (rank > 0 && s.lora_smoothed != 0)) {
+    return Precondition(
+        "quantizer 5 belongs to kernel sm90_decode and takes k a multiple of 8, "
+        "rank a multiple of 16 up to ", kGemmV2MaxRank, ", LoRA-down on x; got "
+        "kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
+        s.lora_smoothed);
+  }
+  if (!HasDecodeQuantizer(p.q_lane_chunks, p.q_warps) ||
+      s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) || p.q_rows != 1 ||
+      p.q_chunk_k != s.k_pad || p.q_threads != 32 * p.q_warps ||
+      p.q_smem_bytes != 0 ||
+      p.down_cluster != (rank > 0 ? kDecodeDownCluster : 0) ||
+      p.down_stages != 0 || p.down_smem_bytes != 0) {
+    return Precondition(
+        "plan gives quantizer 5 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
+        p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
+        " warps and ", p.q_lane_chunks, " lane chunks for k ", s.k,
+        ", LoRA-down cluster ", p.down_cluster, ", ", p.down_stages,
+        " stages and ", p.down_smem_bytes, " bytes; it needs one row, lane chunks "
+        "and warps 2 and 8, 4 and 8, 8 and 8 or 8 and 16 that hold k, all of k in "
+        "one chunk, no dynamic shared memory, cluster ",
+        rank > 0 ? kDecodeDownCluster : 0);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
@@ -459,6 +576,7 @@ ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);
   }
+  if (p.QuantizerIsDecode()) return CheckDecodeQuantizer(p, s, rank);
   const int64_t needed = QuantizeSmemBytes(rank > 0);
   if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
       p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||
@@ -501,6 +619,14 @@ Sm100GemmSmem GetSm100GemmSmem(const PlanAttrs& p) {
           static_cast<int>(p.off_act_scale),
           static_cast<int>(p.off_weight_scale), static_cast<int>(p.off_store),
           static_cast<int>(p.off_aux),          static_cast<int>(p.off_barriers),
+          static_cast<int>(p.smem_bytes)};
+}
+
+DecodeSmem GetDecodeSmem(const PlanAttrs& p) {
+  return {static_cast<int>(p.off_act),       static_cast<int>(p.off_weight_scale),
+          static_cast<int>(p.off_aux),       static_cast<int>(p.off_act_scale),
+          static_cast<int>(p.off_store),     static_cast<int>(p.off_lora_act),
+          static_cast<int>(p.off_barriers),  static_cast<int>(p.stage_bytes),
           static_cast<int>(p.smem_bytes)};
 }
 

@@ -60,6 +60,9 @@ class Ring {
   __device__ __forceinline__ void wait_empty(const RingState& state) const {
     mbarrier_wait(empty(state), state.phase ^ 1);
   }
+
+  __device__ __forceinline__ uint32_t full(int slot) const { return full_ + 8 * slot; }
+
   __device__ __forceinline__ void wait_full(const RingState& state) const {
     mbarrier_wait(full(state), state.phase);
   }

@@ -82,48 +82,67 @@ __device__ __forceinline__ int largest_scale(const void* scales, int64_t row, in
   return __reduce_max_sync(0xFFFFFFFFu, largest);
 }
 
-// One warp, one row: looks through its block scales and combines the epilogue's factors. int4: of
-// path Int4Scaled.
-template <Format kFormat>
-__device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
-  const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
-  int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN; int4: fp32 bits
-  constexpr int kMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
-  if constexpr (kFormat == Format::kInt4) {
-    largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
-  } else {
-    for (int i = lane; i < args.scale_blocks; i += 32) largest = max(largest, scales[i] & kMask);
-    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  }
-  if (lane != 0) return;
+// What the optional vectors and scalars say of a row.
+struct RowFactors {
+  float factor, bias;
+};
+__device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
   float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
   if (args.global_scale) factor *= *args.global_scale;
   if (args.act_global_scale) factor *= *args.act_global_scale;
+  return {factor, args.bias ? args.bias[row] : 0.0f};
+}
+
+// `largest` of a row's block scales: the byte (mxfp4), the magnitude bits, where 0x7F is NaN (nvfp4), or
+// fp32 bits (int4 of path Int4Scaled).
+template <Format kFormat>
+__device__ __forceinline__ RowInputs row_inputs(bool rounded, const RowFactors& given, int largest) {
   RowInputs out;
   if constexpr (kFormat == Format::kNvfp4) {
-    out.scale_lo = largest == kMask ? __int_as_float(kFloatNan) : 1.0f;
-    out.scale_hi = kBf16Undo * factor;
+    out.scale_lo = largest == 0x7F ? __int_as_float(kFloatNan) : 1.0f;
+    out.scale_hi = kBf16Undo * given.factor;
     out.base = 0;
-    if (args.rounded) {
+    if (rounded) {
       out.base = rounded_exponent(largest);
       out.scale_lo *= power_of_two(out.base);
-      out.scale_hi = factor;
+      out.scale_hi = given.factor;
     }
   } else if constexpr (kFormat == Format::kInt4) {
     const int exponent = scaled_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.scale_hi = power_of_two(exponent - low) * given.factor;
     out.base = __float_as_int(power_of_two(-exponent));
   } else {
     const int exponent = fold_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest == kNanScale ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.scale_hi = power_of_two(exponent - low) * given.factor;
     out.base = largest - kFoldSpan;
   }
-  out.bias = args.bias ? args.bias[row] : 0.0f;
-  args.rows[row] = out;
+  out.bias = given.bias;
+  return out;
+}
+
+// Bits of a block scale that count for `largest`.
+template <Format kFormat>
+constexpr int kScaleMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
+
+// One warp, one row: looks through its block scales.
+template <Format kFormat>
+__device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
+  const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
+  int largest = 0;
+  if constexpr (kFormat == Format::kInt4) {
+    largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
+  } else {
+    for (int i = lane; i < args.scale_blocks; i += 32) {
+      largest = max(largest, scales[i] & kScaleMask<kFormat>);
+    }
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  }
+  if (lane != 0) return;
+  args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
 }
 
 // The rows of prepare CTA `block`.
@@ -136,18 +155,20 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
   }
 }
 
-// int4, one thread per row: with one scale per row, which becomes scale_lo, or with groups.
-__device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
-  if (row >= args.n) return;
-  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= *args.global_scale;
-  if (args.act_global_scale) factor *= *args.act_global_scale;
+// int4: with one scale per row, which becomes scale_lo, or with groups.
+__device__ __forceinline__ RowInputs int4_row_inputs(const RowInputsArgs& args, int row) {
+  const RowFactors given = row_factors(args, row);
   // Exact below 2^-126 too: no scale has more than 19 significant bits.
   const float scale =
       args.scale_blocks == 1
           ? Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo
           : 1.0f;
-  args.rows[row] = {scale, factor, args.bias ? args.bias[row] : 0.0f, 0};
+  return {scale, given.factor, given.bias, 0};
+}
+
+// One thread per row.
+__device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
+  if (row < args.n) args.rows[row] = int4_row_inputs(args, row);
 }
 
 }  // namespace jax_w4a4::sm90

@@ -41,6 +41,8 @@ QUANTIZE_V2_PATHS = (
 
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
+# The same of the decode kernel.
+DECODE_INSTANCES = (*((path, 8) for path in plan.budget.DECODE_PATHS), ("Mxfp4", 16), ("Mxfp4", 64))
 
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
@@ -127,6 +129,14 @@ def gemm_v2_name(path: str, tile_m: int) -> str:
     return f"sm90_gemm_v2_{path}_{tile_m}.cu"
 
 
+def decode_name(path: str, tile_m: int) -> str:
+    return f"sm90_decode_{path}_{tile_m}.cu"
+
+
+def decode_quantize_name(path: str) -> str:
+    return f"sm90_decode_quantize_{path}.cu"
+
+
 def quantize_v2_name(path: str) -> str:
     return f"sm90_quantize_v2_{path}.cu"
 
@@ -136,7 +146,7 @@ def source_text(name: str) -> str:
     path = CUDA / name
     if path.exists():
         return path.read_text()
-    for kind in ("gemm_v2", "quantize_v2"):
+    for kind in ("gemm_v2", "decode_quantize", "decode", "quantize_v2"):
         start = f"sm90_{kind}_"
         if name.startswith(start):
             template = (CUDA / f"{start}instance.cu.in").read_text()
@@ -180,19 +190,24 @@ def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES)
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES, DECODE_INSTANCES)
     out = cache_dir() / f"host-{family}-{key}"
     if out.exists():
         return out / "host.so", out
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
     out.parent.mkdir(parents=True, exist_ok=True)
-    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in INSTANCES)
+
+    def listed(instances: Sequence[tuple[str, int]]) -> str:
+        return " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
+
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = pathlib.Path(name)
         done = folder / "done"
         done.mkdir()
-        (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
+        for kind, instances in (("gemm_v2", INSTANCES), ("decode", DECODE_INSTANCES)):
+            text = f"#define W4A4_{kind.upper()}_KERNELS {listed(instances)}\n"
+            (folder / f"sm90_{kind}_kernels.h").write_text(text)
         names = _host_sources(family)
         for source in names:
             (folder / source).write_text(source_text(source))

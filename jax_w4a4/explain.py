@@ -81,7 +81,7 @@ class Call:
         """Roofline of the activation quantizer's launch."""
         if self.plan is None or self.kind == "gemm":
             return None
-        private = self.plan.quantizer.kernel == 2
+        private = self.plan.quantizer.kernel in (2, 5)
         return roofline.quantizer(self.plan.kernel, self.problem, self.m, self.target, private)
 
     @property
@@ -567,12 +567,14 @@ def _quantizer_title(plan: Plan) -> str:
             f"threads, {q.smem_bytes} B shared memory)"
         )
     rows = "1 row" if q.rows == 1 else f"{q.rows} rows"
-    to = "" if q.kernel == 3 else " into the gemm's layout"
+    to = " into the gemm's layout" if q.kernel in (2, 5) else ""
     title = f"quantizer{to} ({rows} per CTA of {q.threads} threads)"
     d = q.down
     if d is None:
         return title
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
+    if q.kernel == 5:
+        return f"{title} and LoRA-down ({d.rows} rows and 32 ranks per {who}) in one launch"
     return (
         f"{title} beside LoRA-down ({d.rows} rows per {who}, {d.stages} stages of 64 k, "
         f"{d.threads} threads, {d.smem_bytes} B shared memory)"

@@ -118,8 +118,9 @@ class ShapeTest(parameterized.TestCase):
         self.assertNotIn("quantizer 2", str(gemm))
 
     def test_reason_for_the_plain_kernel(self):
-        text = str(explain((64, 3840, 3072), rank=128, target="sm_90"))
-        self.assertIn("- kernel sm90_v1 instead of sm90_v2: 64 rows, it is made for 256", text)
+        text = str(explain((128, 3840, 3072), rank=128, target="sm_90"))
+        self.assertIn("- kernel sm90_v1 instead of sm90_v2: 128 rows, it is made for 256", text)
+        self.assertIn("- kernel sm90_v1 instead of sm90_decode: 128 rows, it takes 1 to 64", text)
 
     def test_one_row_is_bound_by_memory(self):
         (call,) = explain((1, 4096, 4096), target="sm_90").calls
@@ -237,8 +238,8 @@ class StatusTest(parameterized.TestCase):
     """The table says what would really run."""
 
     @parameterized.parameters(
-        ((), "sm_90", "kernel sm90_v1, not in this build (it has: no kernel)"),
-        (("sm90_v1",), "sm_90", "kernel sm90_v1, in this build"),
+        ((), "sm_90", "kernel sm90_decode, not in this build (it has: no kernel)"),
+        (("sm90_decode",), "sm_90", "kernel sm90_decode, in this build"),
         (("sm90_v1",), "sm_100", "kernel sm100_v2, not in this build (it has: sm90_v1)"),
     )
     def test_build(self, kernels, target, expected):

@@ -221,6 +221,114 @@ class Sm90V1Test(parameterized.TestCase):
         self.assertEqual(solved.main_stages, 2)
 
 
+class Sm90DecodeTest(parameterized.TestCase):
+    """Plans of the kernel for few rows."""
+
+    def solve(
+        self, m=1, n=4096, k=4096, format="mxfp4", rank=32, kernel=None, forced=(), **changes
+    ):
+        p = problem(m=m, n=n, k=k, format=format, rank=rank, **changes)
+        return plan.solve(p, "sm_90", kernel=kernel, **dict(forced))
+
+    @parameterized.product(m=(1, 2, 8, 9, 33, 64), format=("mxfp4", "nvfp4"), rank=(0, 16, 256))
+    def test_chosen_for_few_rows(self, m, format, rank):
+        solved = self.solve(m=m, format=format, rank=rank)
+        self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", 5))
+        self.assertEqual(solved.tile_m, min(t for t in budget.DECODE_TOKENS if t >= m))
+        self.assertLess(solved.tile_m // 2, max(m, 8))
+        # One CTA per SM, and room beside it for one of the quantizer's.
+        self.assertGreater(2 * (solved.smem_bytes + 1024), 228 * 1024)
+        self.assertLessEqual(solved.smem_bytes + 1024 + 20544 + 1024, 228 * 1024)
+
+    @parameterized.parameters(
+        (4096, 4096, 32), (14336, 4096, 112), (4096, 14336, 32), (8192, 8192, 64),
+        (16384, 16384, 128), (3072, 8192, 24), (5120, 5120, 40), (11008, 4096, 88),
+        (28672, 8192, 112),
+    )  # fmt: skip
+    def test_rows_fill_the_chip(self, n, k, tile_n):
+        """No wave is left with fewer than 95 % of the SMs."""
+        solved = self.solve(n=n, k=k)
+        self.assertEqual(solved.tile_n, tile_n)
+        where = planner.schedule(1, n, 8, tile_n, 1, targets.get("sm_90"))
+        self.assertGreaterEqual(where.fill, 0.95)
+
+    @parameterized.parameters(
+        # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums
+        (32, 1024, 16384, 8192, 128 * 33, 4 * 8 * 36 * 4),
+        (64, 512, 16384, 4096, 128 * 65, 4 * 8 * 68 * 4),
+        (72, 256, 9216, 2048, 128 * 73, 2 * 8 * 132 * 4),
+        (128, 256, 16384, 2048, 128 * 129, 2 * 8 * 132 * 4),
+    )
+    def test_account(self, tile_n, tile_k, weight, act, scales, sums):
+        solved = self.solve(forced={"tile_n": tile_n}.items())
+        attrs = solved.ffi_attrs()
+        self.assertEqual((attrs["kernel"], attrs["path"], solved.tile_k), (4, 1, tile_k))
+        self.assertEqual((attrs["bytes_weight"], attrs["bytes_act"]), (weight, act))
+        self.assertEqual((attrs["off_weight"], attrs["off_act"]), (0, weight))
+        self.assertEqual(attrs["stage_bytes"], weight + act)
+        self.assertEqual((attrs["bytes_weight_scale"], attrs["bytes_store"]), (scales, sums))
+        self.assertEqual(attrs["bytes_aux"], 16 * tile_n)
+        self.assertEqual(attrs["off_store"], 0)
+        self.assertLessEqual(weight * solved.main_stages, 98304)
+
+    @parameterized.parameters(
+        ({"m": 65}, "65 rows, it takes 1 to 64"),
+        ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
+        ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
+        ({"out_dtype": "float32"}, "the result is float32"),
+        ({"rank": 8}, "rank 8 is not a multiple"),
+        ({"forced": {"tile_m": 128}.items()}, "sm90_decode has no tile with tile_m=128"),
+    )
+    def test_left_to_others_with_the_reason(self, changes, reason):
+        solved = self.solve(**changes)
+        self.assertNotEqual(solved.kernel, "sm90_decode")
+        (why,) = (r for r in solved.reasons if "instead of sm90_decode: " in r)
+        self.assertIn(reason, why)
+
+    @parameterized.parameters(
+        {"m": 65}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
+    )  # fmt: skip
+    def test_forced_on_what_it_lacks(self, **changes):
+        with self.assertRaisesRegex(NotImplementedError, "sm90_decode cannot take this problem"):
+            self.solve(kernel="sm90_decode", **changes)
+
+    @parameterized.parameters(
+        ({}, 4), ({"x_dtype": "float32"}, 1), ({"lora_smoothed": True}, 1), ({"k": 4092}, 1),
+        ({"forced": {"quantizer": 2}.items()}, 2), ({"forced": {"quantizer": 1}.items()}, 1),
+    )  # fmt: skip
+    def test_quantizer(self, changes, kernel):
+        changes = dict(changes)
+        forced = changes.pop("forced", ())
+        p = dataclasses.replace(problem(m=3, n=512, k=4096, format="mxfp4", rank=32), **changes)
+        solved = plan.solve(p, "sm_90", **dict(forced))
+        self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", kernel))
+
+    @parameterized.parameters((4096, 2, 8), (4104, 4, 8), (8200, 8, 8), (28672, 8, 16))
+    def test_registers_of_the_quantizer_hold_a_token(self, k, chunks, warps):
+        p = dataclasses.replace(problem(m=1, k=-(-k // 32) * 32, format="mxfp4"), k=k)
+        q = plan.solve(p, "sm_90").quantizer
+        self.assertEqual((q.lane_chunks, q.warps, q.rows), (chunks, warps, 1))
+        self.assertGreaterEqual(q.lane_chunks * q.warps * 32 * 8, k)
+
+    def test_quantizer_four_is_its_own(self):
+        with self.assertRaisesRegex(ValueError, "quantizer 5 belongs to sm90_decode"):
+            plan.solve(problem(m=1000), "sm_90", quantizer=5)
+
+    def test_workspace(self):
+        solved = self.solve(m=5, n=512, k=4096)
+        self.assertEqual(
+            [(b.name, b.shape) for b in solved.workspace(5, "matmul")],
+            [
+                ("packed", (0, 2048)),
+                ("scales", (0, 128)),
+                ("lora_act", (5, 32)),
+                ("act", (5, 4096)),
+                ("token_scale", (13,)),
+                ("rows", (0, 4)),
+            ],
+        )
+
+
 class Sm90V2Test(parameterized.TestCase):
     """Plans of the prefill kernel: when it is chosen, with what, and what it leaves to sm90_v1."""
 
@@ -251,8 +359,8 @@ class Sm90V2Test(parameterized.TestCase):
     def test_left_to_v1_with_the_reason(self, changes, reason):
         solved = self.solve(**changes)
         self.assertEqual(solved.kernel, "sm90_v1")
-        self.assertStartsWith(solved.reasons[0], "kernel sm90_v1 instead of sm90_v2: ")
-        self.assertIn(reason, solved.reasons[0])
+        (why,) = (r for r in solved.reasons if r.startswith("kernel sm90_v1 instead of sm90_v2: "))
+        self.assertIn(reason, why)
 
     @parameterized.parameters(
         (32, None, "Int4Scaled"),
@@ -280,7 +388,9 @@ class Sm90V2Test(parameterized.TestCase):
         {"lora_dtype": "float32"},
     )
     def test_forced_on_what_it_lacks(self, **changes):
-        with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem: .*v1"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "sm90_v2 cannot take this problem: .*another kernel"
+        ):
             self.solve(kernel="sm90_v2", **changes)
 
     @parameterized.parameters(

@@ -34,6 +34,12 @@ __all__ = [
     "V2Path",
     "gemm_traffic",
     "layout",
+    "DECODE_PATHS",
+    "DECODE_TOKENS",
+    "decode_act_bytes",
+    "decode_cta_bytes",
+    "decode_quantizer",
+    "decode_shape",
     "down_sm100",
     "down_v2",
     "lora_steps",
@@ -43,12 +49,14 @@ __all__ = [
     "row_bytes",
     "sm90_v1",
     "sm90_v2",
+    "sm90_decode",
     "sm100_v2",
     "step_flops",
     "svdquant_v2",
     "tmem_columns",
     "token_quantizer",
     "v2_path",
+    "weight_stage_bytes",
     "workspace",
 ]
 
@@ -236,13 +244,13 @@ class QuantizerPlan:
     Attributes:
       kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm, 3
         the public layout with a token in registers, 4 the same with the block scales as sm100_v2
-        reads them.
+        reads them, 5 that of sm90_v2 for the few tokens of sm90_decode.
       rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      warps: that hold a token in registers (quantizers 2 to 4).
-      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 4).
-      down: LoRA-down, where it is a launch of its own.
+      warps: that hold a token in registers (quantizers 2 to 5).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 5).
+      down: LoRA-down, where it is a launch of its own, or other CTAs of quantizer 5's.
       why: the reason for this kernel, where there was a choice.
     """
 
@@ -587,6 +595,80 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
     return stages, columns, scales
 
 
+# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage.
+_DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
+DECODE_TOKENS = (8, 16, 32, 64)
+DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
+# Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
+_DECODE_IN_FLIGHT = 98304
+
+
+def decode_shape(tile_n: int) -> tuple[int, int, int]:
+    """Most weight rows, warpgroups along K and boxes of 256 K per stage of a decode CTA."""
+    return next(shape for shape in _DECODE_SHAPES if tile_n <= shape[0])
+
+
+def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The Hopper kernel for few tokens (cuda/sm90_decode.cuh): a CTA per SM streams weight rows.
+
+    The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
+    the CTA are resident. The four warpgroups divide K, and their sums lie over the ring.
+    """
+    m, n, k = config.tile_m, config.tile_n, config.tile_k
+    path = v2_path(problem)
+    assert path is not None, problem
+    rows, groups, _ = decode_shape(n)
+    main = config.main_stages
+    slab = m * (rows + 4) * 4
+    block = 0 if path.operand == "s8" else problem.block_size
+    scales = _align(problem.k_pad, k) // block * (n + 1) if block else 0
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("weight", n * k // 2, main, "K loop", "tile_n*tile_k/2, 4-bit codes"),
+        row(
+            "activation", m * k * path.act_bytes, main, "K loop", f"tile_m*tile_k*{path.act_bytes}"
+        ),
+        row(
+            "weight_scale",
+            scales,
+            1 if scales else 0,
+            "kernel",
+            f"K/{block}*(tile_n+1), all of the tile's" if block else "in aux, one per row",
+        ),
+        row(
+            "activation_scale",
+            m * 4 if path.token_scale else 0,
+            1 if path.token_scale else 0,
+            "kernel",
+            f"tile_m*4, one fp32 {path.token_scale} per token"
+            if path.token_scale
+            else "folded into bf16",
+        ),
+        row("lora_up", 0, 0, "kernel", "from L2 into registers"),
+        row(
+            "lora_act",
+            slab if problem.rank else 0,
+            1 if problem.rank else 0,
+            "kernel",
+            f"tile_m*{rows + 4}*4, the low-rank product in fp32",
+        ),
+        row(
+            "store",
+            groups * slab,
+            config.store_stages,
+            "epilogue",
+            f"{groups}*tile_m*{rows + 4}*4, the sums of {groups} shares of K",
+            overlaps_main=False,
+        ),
+        row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
+        row("aux", n * 16, 1, "kernel", "tile_n*16, scales and bias of a row"),
+        row("barriers", 16 * main, 1, "kernel", "16 per stage"),
+    )
+
+
 def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
     """The persistent, warp-specialised kernel for sm_100/sm_103 (cuda/sm100_gemm.cuh).
 
@@ -735,6 +817,27 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
+# The same of quantizer 5.
+DECODE_QUANTIZER_SHAPES = ((2, 8), (4, 8), (8, 8), (8, 16))
+
+
+def decode_quantizer(problem: Problem) -> QuantizerPlan | None:
+    """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
+
+    A CTA takes a token. With a low-rank branch, clusters of eight CTAs of the same launch take 16
+    tokens and 32 ranks and divide K. No dynamic shared memory.
+    """
+    k = problem.k or problem.k_pad
+    for chunks, warps in DECODE_QUANTIZER_SHAPES:
+        if k <= 8 * 32 * chunks * warps:
+            threads = 32 * warps
+            down = DownPlan(16, 8, 0, threads, 0, 0) if problem.rank else None
+            return QuantizerPlan(
+                1, problem.k_pad, threads, 0, kernel=5, warps=warps, lane_chunks=chunks, down=down
+            )
+    return None
+
+
 def token_quantizer(problem: Problem, kernel: int) -> QuantizerPlan | None:
     """Quantizer 2, 3 or 4 (cuda/sm90_quantize_token.cuh), None where K is too long.
 
@@ -819,11 +922,12 @@ def workspace(
     private = (
         Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
-        Buffer("rows", (problem.n, 4), "float32"),
+        # sm90_decode works them out itself.
+        Buffer("rows", (0 if design.decode else problem.n, 4), "float32"),
     )
     if kind == "gemm":
         return private
-    if quantizer.kernel == 2:
+    if quantizer.kernel in (2, 5):
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
     return (*public, lora_act, *private)
 
@@ -888,6 +992,22 @@ def step_flops(config: Config) -> int:
     return 2 * config.tile_m * config.tile_n * config.tile_k
 
 
+def weight_stage_bytes(config: Config) -> int:
+    """4-bit weights of one main-loop step of one group."""
+    return config.tile_n * config.tile_k // 2
+
+
+def decode_cta_bytes(problem: Problem, config: Config) -> int:
+    """Weights and block scales that a CTA of sm90_decode reads."""
+    scale = ITEMSIZE[problem.scale_dtype]
+    return config.tile_n * (problem.k_pad // 2 + problem.k_pad // problem.block_size * scale)
+
+
+def decode_act_bytes(problem: Problem, config: Config) -> int:
+    """Activations that a CTA of sm90_decode reads, out of L2."""
+    return config.tile_m * row_bytes(problem)
+
+
 def output_tile_bytes(problem: Problem, config: Config) -> int:
     """Bytes that one group writes per tile."""
     return config.tile_m * config.tile_n * ITEMSIZE[problem.out_dtype]
@@ -922,6 +1042,10 @@ class Design:
       lora_runs: those of ``lora_choices`` that the kernel has; the others are accounts.
       group_m: most m tiles that share a sweep over n; 0 where the hardware orders the tiles.
       unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
+      decode: made for few tokens; the tile holds all of them.
+      least_smem: that a launch asks for, so that no second CTA shares an SM.
+      spare_smem: that a launch leaves for a CTA of the launch before it, to start early.
+      most_weight_bytes: in the ring's stages; None for as many as fit.
     """
 
     name: str
@@ -945,6 +1069,10 @@ class Design:
     lora_row_bytes: int = 128
     interleaved: bool = False
     private_layout: bool = False
+    decode: bool = False
+    least_smem: int = 0
+    spare_smem: int = 0
+    most_weight_bytes: int | None = None
     scale_atoms: bool = False
     lora_runs: tuple[int, ...] | None = None
     group_m: int = 0
@@ -954,8 +1082,10 @@ class Design:
         """Whether the kernel has this LoRA staging."""
         return self.lora_runs is None or lora_stages in self.lora_runs
 
-    def step(self, problem: Problem) -> int:
+    def step(self, problem: Problem, tile_n: int) -> int:
         """K elements of one main-loop step."""
+        if self.decode:
+            return 256 * decode_shape(tile_n)[2]
         path = v2_path(problem) if self.private_layout else None
         return path.tile_k if path else self.tile_k[problem.format]
 
@@ -966,6 +1096,9 @@ class Design:
 
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
+        if self.decode:
+            least = min((t for t in DECODE_TOKENS if problem.m and t >= problem.m), default=0)
+            return tuple(t for t in self.tiles if t[0] == least)
         path = v2_path(problem) if self.private_layout else None
         return tuple(t for t in self.tiles if path is None or t[0] in path.tiles)
 
@@ -1041,6 +1174,33 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 down_peak="peak_fp32",
                 grow_main=False,
                 unproven=True,
+            ),
+            Design(
+                name="sm90_decode",
+                code=4,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_decode,
+                tiles=tuple((m, n, 1) for m in DECODE_TOKENS for n in range(128, 0, -8)),
+                tile_k={},
+                threads=640,
+                align=128,
+                persistent=False,
+                max_main_stages=16,
+                min_store_stages=1,
+                grow_store=False,
+                lora_choices=(0,),
+                main_peak={},
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+                interleaved=True,
+                private_layout=True,
+                decode=True,
+                # Two CTAs of up to 115712 bytes fit an SM's 228 KB with 1 KB reserved for each.
+                least_smem=115840,
+                # Quantizer 4 has 20544 bytes, and 1 KB is reserved.
+                spare_smem=21568,
+                most_weight_bytes=_DECODE_IN_FLIGHT,
             ),
             Design(
                 name="sm100_v2",
