@@ -3,7 +3,9 @@
   python -m emulator --kernel sm90_gemm_v2 --format mxfp4 --shape 70x416x264 --rank 48 --seeds 3
   python -m emulator --check some.ptx
 
-Shapes are MxKxN. Every policy runs with every seed; --trace prints what a single run does.
+Shapes are MxKxN. Every policy runs with every seed; a schedule that fails is printed with the
+arguments that repeat it. --trace prints what happens: launches, barriers, copies as they are issued
+and as their pieces land, MMAs, exits, with warp and line of the PTX.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stages", type=int, help="of the main ring; default: the planner's")
     p.add_argument("--exact", action="store_true", help="data whose sums are exact")
     p.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
-    p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("--seeds", type=int, default=1, help="how many")
+    p.add_argument("--seed", type=int, default=0, help="the first of them")
     p.add_argument("--numerics", choices=("exact", "hopper"), default="exact")
     p.add_argument("--trace", action="store_true", help="print synchronisation and copies")
     p.add_argument("--check", nargs="+", metavar="PTX", help="only check that opcodes are known")
@@ -82,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace = (lambda line: print("  " + line)) if args.trace else None
     failed = 0
     for policy in args.policy or POLICIES:
-        for seed in range(args.seeds):
+        for seed in range(args.seed, args.seed + args.seeds):
             options = Options(policy=policy, seed=seed, numerics=args.numerics, trace=trace)
             operands = product.make_operands(case)
             try:
@@ -91,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except (EmulationError, AssertionError) as error:
                 failed += 1
                 print(f"{policy:7} seed {seed}: {type(error).__name__}: {error}")
+                if not args.trace:
+                    print(f"    repeat: --policy {policy} --seed {seed} --seeds 1 --trace")
                 continue
             print(
                 f"{policy:7} seed {seed}: every cell right, largest error {worst:.2f} of its "

@@ -45,16 +45,13 @@ def swapped(array, axis, a=2, b=3):
 
 
 class RightMachine(parameterized.TestCase):
-    @parameterized.named_parameters((f"{k} {n}".replace(" ", "_"), k, n)
-                                    for k in (MXFP4, INT4_ROW) for n in NAMES)  # fmt: skip
-    def test_sm90(self, kind, name):
-        self.assertEqual(machine.failures(probes.BY_NAME[name], kind, machine.on_sm90), [])
+    @parameterized.parameters(*NAMES)
+    def test_sm90(self, name):
+        self.assertEqual(machine.failures(probes.BY_NAME[name], MXFP4, machine.on_sm90), [])
 
-    @parameterized.named_parameters((f"{k} {n} group {g}".replace(" ", "_"), k, n, g)
-                                    for k, g in ((NVFP4, 1), (MXFP4, 2))
-                                    for n in SM100_NAMES)  # fmt: skip
-    def test_sm100(self, kind, name, group):
-        self.assertEqual(machine.failures(probes.BY_NAME[name], kind, machine.on_sm100, group), [])
+    @parameterized.parameters(*SM100_NAMES)
+    def test_sm100(self, name):
+        self.assertEqual(machine.failures(probes.BY_NAME[name], NVFP4, machine.on_sm100, 2), [])
 
 
 @pytest.mark.slow
