@@ -17,7 +17,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import jax_w4a4
-from jax_w4a4 import formats, selftest
+from jax_w4a4 import formats, plan, selftest
 from jax_w4a4.selftest import parts, probes, record, runner
 
 CHILD = pathlib.Path(__file__).resolve().parent / "selftest_child.py"
@@ -132,6 +132,22 @@ class PartTest(parameterized.TestCase):
         self.assertIn("exit status 1", failed(found)["preflight"][0])
         self.assertEqual(failed(found)["store"], ["not run: preflight failed"])
         self.assertIn("ZeroDivisionError", found[0]["log"])
+
+    @parameterized.parameters((3, []), (0, ["no kernel ran: the reference stood in for it"]))
+    def test_a_kernel_has_to_run(self, calls, failures):
+        """A plan without a kernel would be served by the reference."""
+        count = itertools.count(0, calls) if calls else itertools.repeat(0)
+        session = parts.Session(plan.targets.get("sm_90"))
+        part = {"one": lambda session: parts.Outcome(checks=1)}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(parts.PARTS, part),
+            mock.patch.object(parts._ffi, "counters", lambda: {"calls": next(count)}),
+        ):
+            out = pathlib.Path(folder, "lines")
+            parts.run_parts(["one"], out, lambda: session)
+            line = json.loads(out.read_text().splitlines()[-1])
+        self.assertEqual((line["failures"], line["kernel_calls"]), (failures, calls))
 
     def test_two_hangs_are_enough(self):
         sleep = (sys.executable, "-c", "import time; time.sleep(60)")

@@ -198,7 +198,7 @@ class Session:
         ]
         y, *_ = _run(
             _gemm, operands, spec=spec, plan=self.plan(variant, problem),
-            implementation=None if variant.kernel else "xla",
+            implementation="cuda" if variant.kernel else "xla",
         )  # fmt: skip
         return np.asarray(y).view(np.uint16)
 
@@ -590,6 +590,11 @@ def describe(name: str) -> str:
 MOST_FAILURES = 20
 
 
+def _kernel_calls(session: Session) -> int:
+    """How often a handler of this package ran so far in this process."""
+    return _ffi.counters()["calls"] if session.target is not None else 0
+
+
 def run_parts(names: Iterable[str], out: pathlib.Path, make: Callable[[], Session]) -> None:
     """Runs parts in order and appends a line of JSON to `out` before and after each.
 
@@ -609,7 +614,7 @@ def run_parts(names: Iterable[str], out: pathlib.Path, make: Callable[[], Sessio
             return
         for name in names:
             write(start=name)
-            started = time.monotonic()
+            started, before = time.monotonic(), _kernel_calls(session)
             raised = False
             try:
                 found = PARTS[name](session)
@@ -618,12 +623,18 @@ def run_parts(names: Iterable[str], out: pathlib.Path, make: Callable[[], Sessio
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 at = f"{pathlib.Path(last.filename).name}:{last.lineno}"
                 found = Outcome(failures=[f"{type(error).__name__} ({at}): {error}"[:2000]])
-            if not found.checks and not found.failures and name != "pair":
-                found.failures.append("nothing was checked")
+            ran = _kernel_calls(session) - before
+            # A kernel may have no tile for pairs.
+            if not found.failures and name != "pair":
+                if not found.checks:
+                    found.failures.append("nothing was checked")
+                elif session.target is not None and not ran:
+                    found.failures.append("no kernel ran: the reference stood in for it")
             write(
                 part=name,
                 seconds=round(time.monotonic() - started, 2),
                 checks=found.checks,
+                kernel_calls=ran,
                 failures=found.failures[:MOST_FAILURES],
                 more_failures=max(0, len(found.failures) - MOST_FAILURES),
                 facts=found.facts,

@@ -82,7 +82,12 @@ def _ended(code: int) -> str:
 
 
 def _failed(name: str, seconds: float, why: str, log: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"part": name, "seconds": round(seconds, 2), "checks": 0}
+    part: dict[str, Any] = {
+        "part": name,
+        "seconds": round(seconds, 2),
+        "checks": 0,
+        "kernel_calls": 0,
+    }
     part |= {"failures": [why], "more_failures": 0, "facts": {}}
     return part | ({"log": log} if log else {})
 
