@@ -249,7 +249,7 @@ SM100 = (
     ("scales of B", lambda: scale_lanes(1), 2, MXFP4, {"weight-scales"}),
     ("K of the block-scaled product", lambda: descriptor_words(True), 1, MXFP4, {"depth"}),
     ("K of the low-rank product", lambda: descriptor_words(False), 2, NVFP4, {"low-rank"}),
-    ("accumulator between kinds", fresh_accumulator, 1, MXFP4, {"low-rank", "tails"}),
+    ("accumulator between kinds", fresh_accumulator, 1, MXFP4, {"low-rank", "tails", "epilogue"}),
     ("lanes of the accumulator", lambda: loaded(1), 1, NVFP4, {"tokens"}),
     ("columns of the accumulator", lambda: loaded(0), 1, MXFP4, {"rows"}),
     ("values of codes", lambda: odd_mantissas("e2m1", 5 / 6), 1, NVFP4, {"codes"}),
