@@ -137,6 +137,11 @@ __device__ __forceinline__ void load(const GemmArgs& args, uint32_t smem, const 
       main.advance(stage);
     }
   }
+  // No commit may be on its way to a CTA that has left.
+  for (int s = 0; s < args.stages; ++s) {
+    main.wait_empty(stage);
+    main.advance(stage);
+  }
 }
 
 // ---- mma ----

@@ -304,8 +304,11 @@ def expected(
     return y, size
 
 
-def check(case: Case, operands: dict[str, np.ndarray], result: Result) -> float:
+def check(
+    case: Case, operands: dict[str, np.ndarray], result: Result, numerics: str = "exact"
+) -> float:
     """Every cell of y and every scale factor; returns y's largest error in units of its bound.
+    `numerics` is that of product.check: a tcgen05 product is exact up to fp32 in all.
 
     Raises:
       product.WrongCells: as product.check.

@@ -400,6 +400,87 @@ class FormatFunctions(HostTest):
         np.testing.assert_array_equal(codes, want_codes[:, :block])
 
 
+def fields(**values):
+    """Bits of a descriptor: name=(value, first bit, width)."""
+    word = 0
+    for value, first, width in values.values():
+        assert 0 <= value < 1 << width
+        word |= value << first
+    return word
+
+
+class BlackwellLayout(HostTest):
+    """cuda/sm100_layout.h, the kernels' own functions, against the fields that are documented."""
+
+    def setUp(self):
+        super().setUp()
+        self.lib.OperandDescriptor.restype = self.lib.ScaleDescriptor.restype = ctypes.c_uint64
+        self.lib.ScaledInstruction.restype = self.lib.F16Instruction.restype = ctypes.c_uint32
+        self.lib.AtomsAlongK.restype = ctypes.c_int64
+
+    @parameterized.parameters((1, 1), (128, 4), (129, 8), (300, 3))
+    def test_scale_words(self, rows, atoms):
+        """Rows r, r + 32, r + 64, r + 96 of an atom side by side in lane r, four bytes each."""
+        out = np.empty((rows, atoms), np.int64)
+        self.lib.ScaleWords(ctypes.c_int64(rows), ctypes.c_int64(atoms), pointer(out))
+        tiles = -(-rows // 128)
+        places = np.arange(tiles * atoms * 128).reshape(tiles, atoms, 32, 4) * 4
+        want = places.transpose(0, 3, 2, 1).reshape(tiles * 128, atoms)[:rows]
+        np.testing.assert_array_equal(out, want)
+
+    @parameterized.parameters(0x400, 0x1C400, 0x38C00, 0x01000400)
+    def test_shared_memory_descriptors(self, address):
+        """Addresses in 16 bytes without the CTA's rank; version 1; 128-byte swizzle is 2."""
+        start = (address & 0x3FFFF) >> 4, 0, 14
+        version = 1, 46, 3
+        operand = fields(start=start, stride=(64, 32, 14), version=version, swizzle=(2, 61, 3))
+        self.assertEqual(self.lib.OperandDescriptor(ctypes.c_uint32(address)), operand)
+        scale = fields(start=start, stride=(8, 32, 14), version=version)
+        self.assertEqual(self.lib.ScaleDescriptor(ctypes.c_uint32(address)), scale)
+
+    @parameterized.product(m=(128, 256), n=(64, 128, 256), block=(16, 32), first=(0, 2))
+    def test_instruction_descriptors(self, m, n, block, first):
+        shape = {"n": (n // 8, 17, 6), "m": (m // 16, 24, 5)}
+        e2m1 = 1
+        scaled = fields(
+            b_scale=(first, 4, 2), a=(e2m1, 7, 3), b=(e2m1, 10, 3), e8m0=(block == 32, 23, 1),
+            a_scale=(first, 29, 2), **shape,
+        )  # fmt: skip
+        self.assertEqual(self.lib.ScaledInstruction(m, n, block, first), scaled)
+        for bf16 in (0, 1):
+            want = fields(fp32=(1, 4, 2), a=(bf16, 7, 3), b=(bf16, 10, 3), **shape)
+            self.assertEqual(self.lib.F16Instruction(m, n, bf16), want)
+
+    @parameterized.product(tile=plan.budget.DESIGNS["sm100_v2"].tiles, format=("nvfp4", "mxfp4"))
+    def test_tensor_memory_is_that_of_the_account(self, tile, format):
+        block = {"nvfp4": 16, "mxfp4": 32}[format]
+        half = "bfloat16"
+        scale = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}[format]
+        problem = plan.Problem(4352, 3072, 3840, 128, format, block, half, half, half, scale)
+        names = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
+        found = plan.solve(problem, "sm_100", kernel="sm100_v2", **names)
+        (row,) = (row for row in found.rows if row.name == "accumulator")
+        self.assertEqual(self.lib.Accumulators(found.tile_n, block), row.stages)
+        used = row.stages * found.tile_n + 2 * self.lib.ScaleColumns(found.tile_n, block)
+        config = plan.budget.Config(*tile[:2], found.tile_k, tile[2], 2, 0, 2)
+        target = plan.targets.get("sm_100")
+        self.assertEqual(plan.budget.tmem_columns(problem, target, config), used)
+        self.assertLessEqual(used, target.tmem_columns)
+
+    @parameterized.product(k_pad=(32, 256, 288, 3840), format=("nvfp4", "mxfp4"), m=(1, 128, 300))
+    def test_atoms_are_those_of_the_workspace(self, k_pad, format, m):
+        block = {"nvfp4": 16, "mxfp4": 32}[format]
+        half = "bfloat16"
+        scale = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}[format]
+        problem = plan.Problem(m, 200, k_pad, 0, format, block, half, half, half, scale)
+        buffers = plan.solve(problem, "sm_100", kernel="sm100_v2").workspace(m, "gemm")
+        atoms = self.lib.AtomsAlongK(ctypes.c_int64(k_pad), block)
+        self.assertEqual(
+            [(b.name, b.shape) for b in buffers],
+            [("act_atoms", (-(-m // 128) * atoms, 512)), ("weight_atoms", (2 * atoms, 512))],
+        )
+
+
 class PlanChecks(HostTest):
     """The handlers' checks on the attributes (cuda/plan.cc), decoded by XLA as on the GPU: they
     accept what the planner makes and refuse everything else, at compile where that is possible."""

@@ -92,7 +92,7 @@ MUTANTS = (
     _m("no full wait of a low-rank stage", "protocol", ONE, "UninitializedError RaceError cells",
        (GEMM, "      main.wait_full(stage);\n      fence_after();\n      const uint64_t l", "      fence_after();\n      const uint64_t l")),
     _m("no empty wait", "protocol", LONG, "RaceError ProtocolError DeadlockError",
-       (GEMM, "      main.wait_empty(stage);\n", ""), fast=True),
+       (GEMM, "      main.wait_empty(stage);\n      const bool scaled", "      const bool scaled"), fast=True),
     _m("expect_tx of one CTA", "protocol", LONG, "UninitializedError RaceError DeadlockError ProtocolError",
        (GEMM, _EXPECT, "mbarrier_arrive_expect_tx(full, bytes);")),
     _m("expect_tx 16 bytes short", "protocol", LONG, "DeadlockError UninitializedError RaceError ProtocolError",
