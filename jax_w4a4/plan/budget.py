@@ -83,6 +83,7 @@ class Problem:
       k: logical K, None where it is k_pad.
       lora_smoothed: LoRA-down reads the smoothed x.
       precision: None, ``"fastest"`` or ``"highest"``; see :func:`jax_w4a4.matmul`.
+      groups: weights of a grouped call, among which the rows are divided; 0 for one weight.
     """
 
     m: int | None
@@ -98,6 +99,7 @@ class Problem:
     k: int | None = None
     lora_smoothed: bool = False
     precision: str | None = None
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -108,7 +110,9 @@ class Problem:
             raise ValueError(
                 f"jax_w4a4.plan: unknown precision {self.precision!r}; expected one of {PRECISIONS}"
             )
-        for name, least in (("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1)):
+        for name, least in (
+            ("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1), ("groups", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if name == "m" and value is None:
                 continue

@@ -438,6 +438,8 @@ def _design(
 ) -> tuple[Design, tuple[str, ...]]:
     """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
+    if problem.groups:
+        raise NotImplementedError(f"jax_w4a4.plan: no kernel for grouped weights yet; {way_out}")
     if kernel is None:
         names = _DEFAULT_KERNELS.get(target.cc)
         if names is None:
