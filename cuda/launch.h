@@ -32,6 +32,32 @@ inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   return attribute;
 }
 
+// How many clusters run at once; asked once per kernel and device. For kernels of
+// whose CTAs registers allow one per SM, so that less shared memory than
+// `smem_bytes` never fits more. Returns a cudaError_t.
+inline int GetClusters(const void* kernel, int cluster, int threads,
+                       int smem_bytes, int device, int* clusters) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> table;
+  std::lock_guard<std::mutex> lock(mutex);
+  int& known = table[{kernel, device}];
+  if (known == 0) {
+    cudaLaunchAttribute attribute = ClusterAttribute(cluster);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (int code = cudaOccupancyMaxActiveClusters(&known, kernel, &config);
+        code != cudaSuccess) {
+      return code;
+    }
+  }
+  *clusters = known;
+  return known > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
 }  // namespace jax_w4a4
 
 #endif  // JAX_W4A4_CUDA_LAUNCH_H_

@@ -8,6 +8,7 @@
 #include "formats.cuh"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_grouped.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_w4a4 {
@@ -15,7 +16,12 @@ namespace jax_w4a4 {
 constexpr int64_t kPlanSchema = 3;
 
 // Values of PlanAttrs::kernel.
-enum class KernelId : int64_t { kSm90V1 = 1, kSm100V2 = 2, kSm90V2 = 3 };
+enum class KernelId : int64_t {
+  kSm90V1 = 1,
+  kSm100V2 = 2,
+  kSm90V2 = 3,
+  kSm90Grouped = 5,
+};
 // Values of PlanAttrs::q_kernel.
 enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
 
@@ -25,7 +31,7 @@ struct PlanAttrs {
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
   // m tiles per sweep over n; 0 where the hardware orders the tiles.
   int64_t group_m;
-  // sm90_v2: a GemmV2Path; 0 otherwise.
+  // sm90_v2 and sm90_grouped: a GemmV2Path; 0 otherwise.
   int64_t path;
   // K elements that kMxfp4Promoted adds up in the tensor core; 0 otherwise.
   int64_t promote_k;
@@ -45,6 +51,9 @@ struct PlanAttrs {
 
   bool IsV2() const {
     return kernel == static_cast<int64_t>(KernelId::kSm90V2);
+  }
+  bool IsGrouped() const {
+    return kernel == static_cast<int64_t>(KernelId::kSm90Grouped);
   }
   // Valid once CheckAttrs has passed, as all that follows.
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }

@@ -4,9 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <utility>
 
 #include "launch.h"
 #include "sm90_gemm_v2.cuh"
@@ -49,31 +46,6 @@ namespace {
 
 int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// How many clusters run at once; asked once per kernel and device. Registers allow
-// one CTA per SM, so less shared memory than `smem_bytes` never fits more.
-int GetClusters(const void* kernel, int cluster, int smem_bytes, int device,
-                int* clusters) {
-  static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int> table;
-  std::lock_guard<std::mutex> lock(mutex);
-  int& known = table[{kernel, device}];
-  if (known == 0) {
-    cudaLaunchAttribute attribute = ClusterAttribute(cluster);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(cluster);
-    config.blockDim = dim3(kGemmV2Threads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    if (int code = cudaOccupancyMaxActiveClusters(&known, kernel, &config);
-        code != cudaSuccess) {
-      return code;
-    }
-  }
-  *clusters = known;
-  return known > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
-}
-
 }  // namespace
 
 LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
@@ -86,8 +58,8 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
       code != cudaSuccess) {
     return {code, nullptr, 0};
   }
-  if (int code = GetClusters(kernel, cluster, p.smem.total_bytes, device,
-                             &clusters);
+  if (int code = GetClusters(kernel, cluster, kGemmV2Threads,
+                             p.smem.total_bytes, device, &clusters);
       code != cudaSuccess) {
     return {code, nullptr, 0};
   }

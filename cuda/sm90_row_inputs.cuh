@@ -23,14 +23,16 @@ struct alignas(16) RowInputs {
 
 struct RowInputsArgs {
   const uint8_t* weight_scales;   // (N, scale_blocks)
-  const float* global_scale;      // () or null
-  const float* act_global_scale;  // () or null
+  const float* global_scale;      // one per group of rows, or null
+  const float* act_global_scale;  // one per group of rows, or null
   const float* channel_scale;     // (N,) or null
   const float* bias;              // (N,) or null
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
   DType scale_dtype;  // of int4
   bool rounded;       // nvfp4: for RoundedRowFold
+  int group_rows;     // weight rows that share the global scales
+  const int* bounds;  // of tokens; rows of a group without any are not prepared. Or null.
 };
 
 // `blocks`: block scales per weight row.
@@ -44,7 +46,9 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
           static_cast<int>(p.n),
           blocks,
           p.scale_dtype,
-          path == GemmV2Path::kNvfp4Rounded};
+          path == GemmV2Path::kNvfp4Rounded,
+          static_cast<int>(p.bounds != nullptr ? p.n / p.groups : p.n),
+          p.bounds};
 }
 
 constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
@@ -82,10 +86,26 @@ __device__ __forceinline__ int largest_scale(const void* scales, int64_t row, in
   return __reduce_max_sync(0xFFFFFFFFu, largest);
 }
 
+// Channel scale times global scales.
+__device__ __forceinline__ float row_factor(const RowInputsArgs& args, int row) {
+  const int group = row / args.group_rows;
+  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
+  if (args.global_scale) factor *= args.global_scale[group];
+  if (args.act_global_scale) factor *= args.act_global_scale[group];
+  return factor;
+}
+
+__device__ __forceinline__ bool is_unused(const RowInputsArgs& args, int row) {
+  if (args.bounds == nullptr) return false;
+  const int* bounds = args.bounds + row / args.group_rows;
+  return bounds[0] == bounds[1];
+}
+
 // One warp, one row: looks through its block scales and combines the epilogue's factors. int4: of
 // path Int4Scaled.
 template <Format kFormat>
 __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
+  if (is_unused(args, row)) return;
   const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
   int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN; int4: fp32 bits
   constexpr int kMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
@@ -96,9 +116,7 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
   }
   if (lane != 0) return;
-  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= *args.global_scale;
-  if (args.act_global_scale) factor *= *args.act_global_scale;
+  const float factor = row_factor(args, row);
   RowInputs out;
   if constexpr (kFormat == Format::kNvfp4) {
     out.scale_lo = largest == kMask ? __int_as_float(kFloatNan) : 1.0f;
@@ -138,10 +156,8 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
 
 // int4, one thread per row: with one scale per row, which becomes scale_lo, or with groups.
 __device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
-  if (row >= args.n) return;
-  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= *args.global_scale;
-  if (args.act_global_scale) factor *= *args.act_global_scale;
+  if (row >= args.n || is_unused(args, row)) return;
+  const float factor = row_factor(args, row);
   // Exact below 2^-126 too: no scale has more than 19 significant bits.
   const float scale =
       args.scale_blocks == 1

@@ -64,6 +64,7 @@ struct Wgmma;
 #define W4A4_S10(t) W4A4_S4_0(t) "," W4A4_S4_4(t) "," W4A4_S2_8(t)
 #define W4A4_S2_0(t) "%" #t "0,%" #t "1"
 #define W4A4_S10_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
+#define W4A4_S8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define W4A4_S20 W4A4_S10_0 "," W4A4_S10(1)
 #define W4A4_S30 W4A4_S20 "," W4A4_S10(2)
 #define W4A4_S40 W4A4_S30 "," W4A4_S10(3)
@@ -74,6 +75,7 @@ struct Wgmma;
 #define W4A4_S90 W4A4_S80 "," W4A4_S10(8)
 #define W4A4_S100 W4A4_S90 "," W4A4_S10(9)
 #define W4A4_S120 W4A4_S100 "," W4A4_S10(10) "," W4A4_S10(11)
+#define W4A4_STR_16 W4A4_S8_0
 #define W4A4_STR_32 W4A4_S10_0 "," W4A4_S4_0(1) ",%14,%15"
 #define W4A4_STR_64 W4A4_S30 "," W4A4_S2_0(3)
 #define W4A4_STR_96 W4A4_S40 "," W4A4_S4_0(4) "," W4A4_S4_4(4)
@@ -90,6 +92,7 @@ struct Wgmma;
 
 #define W4A4_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define W4A4_D16(c, i) W4A4_D4(c, i), W4A4_D4(c, i + 4), W4A4_D4(c, i + 8), W4A4_D4(c, i + 12)
+#define W4A4_OPS_16(c) W4A4_D4(c, 0), W4A4_D4(c, 4)
 #define W4A4_OPS_32(c) W4A4_D16(c, 0)
 #define W4A4_OPS_64(c) W4A4_D16(c, 0), W4A4_D16(c, 16)
 #define W4A4_OPS_96(c) W4A4_OPS_64(c), W4A4_D16(c, 32)
@@ -151,6 +154,7 @@ struct Wgmma;
     W4A4_SS_BF16_NMAJOR(N, n0, n1, n2)                                                           \
   };
 
+W4A4_WGMMA(16, 8, 9, 10, 11, 12, 13)
 W4A4_WGMMA(32, 16, 17, 18, 19, 20, 21)
 W4A4_WGMMA(64, 32, 33, 34, 35, 36, 37)
 W4A4_WGMMA(96, 48, 49, 50, 51, 52, 53)

@@ -206,6 +206,8 @@ class WeightRows(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("scale_dtype", ctypes.c_int),
+        ("groups", ctypes.c_int64),
+        ("bounds", ctypes.c_void_p),
     ]
 
 
@@ -320,6 +322,8 @@ def run(
             ctypes.byref(weight),
             block,
             found.tile_m,
+            None,
+            None,
         )
     else:
         driver.call(
@@ -379,6 +383,8 @@ def run(
         smem,
         1,
         case.clusters,
+        long(0),
+        None,
     )
 
     def bits(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -422,7 +428,7 @@ def _down(
         "emulator_down_v2", pointer(address("x")), pointer(address("lora_down")),
         pointer(made.base), ctypes.c_int64(case.m), case.k, case.rank, cluster,
         attrs["down_stages"], attrs["off_down_barriers"], attrs["down_smem_bytes"],
-        case.clusters,
+        case.clusters, 0, None,
     )  # fmt: skip
     return made
 

@@ -42,6 +42,12 @@ QUANTIZE_V2_PATHS = (
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
 
+# The same of the grouped kernel.
+GROUPED_INSTANCES = tuple(
+    (path.name, tile) for path in plan.budget.V2_PATHS.values() if path.grouped_tiles
+    for tile in (16, 64)
+)  # fmt: skip
+
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
 
@@ -127,6 +133,10 @@ def gemm_v2_name(path: str, tile_m: int) -> str:
     return f"sm90_gemm_v2_{path}_{tile_m}.cu"
 
 
+def grouped_name(path: str, tile_m: int) -> str:
+    return f"sm90_grouped_{path}_{tile_m}.cu"
+
+
 def quantize_v2_name(path: str) -> str:
     return f"sm90_quantize_v2_{path}.cu"
 
@@ -136,7 +146,7 @@ def source_text(name: str) -> str:
     path = CUDA / name
     if path.exists():
         return path.read_text()
-    for kind in ("gemm_v2", "quantize_v2"):
+    for kind in ("gemm_v2", "grouped", "quantize_v2"):
         start = f"sm90_{kind}_"
         if name.startswith(start):
             template = (CUDA / f"{start}instance.cu.in").read_text()
@@ -165,23 +175,29 @@ def host_library() -> tuple[pathlib.Path, pathlib.Path]:
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES)
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES, GROUPED_INSTANCES)
     out = cache_dir() / f"host-{key}"
     if out.exists():
         return out / "host.so", out
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
     out.parent.mkdir(parents=True, exist_ok=True)
-    listed = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in INSTANCES)
+    lists = (("GEMM_V2", INSTANCES), ("GROUPED", GROUPED_INSTANCES))
+    header = "".join(
+        f"#define W4A4_{kind}_KERNELS {' '.join(f'W4A4_KERNEL({p}, {t})' for p, t in pairs)}\n"
+        for kind, pairs in lists
+    )
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = pathlib.Path(name)
         done = folder / "done"
         done.mkdir()
-        (folder / "sm90_gemm_v2_kernels.h").write_text(f"#define W4A4_GEMM_V2_KERNELS {listed}\n")
+        (folder / "sm90_gemm_v2_kernels.h").write_text(header)
         names = [f"sm90_{n}.cu" for n in (
             "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
+            "grouped",
         )]  # fmt: skip
         names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
+        names += [grouped_name(path, tile) for path, tile in GROUPED_INSTANCES]
         names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
         for source in names:
             (folder / source).write_text(source_text(source))

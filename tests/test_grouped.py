@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax import lax
 
-from jax_w4a4 import primitives
+from jax_w4a4 import explain, primitives
 from jax_w4a4.grouped import group_bounds, grouped_matmul
 from jax_w4a4.matmul import matmul
 
@@ -247,7 +247,139 @@ class TransformationTest(parameterized.TestCase):
         self.assertLess(cases.error(y, jitted(self.x, self.w, self.sizes)), 1e-6)
 
 
+def cuda_text(f, *args):
+    """StableHLO of a program lowered for CUDA, whatever this machine has."""
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+class BatchedWeightsTest(parameterized.TestCase):
+    """vmap of `matmul` over its weight is one grouped call where a kernel takes it."""
+
+    def setUp(self):
+        super().setUp()
+        self.w = stack(rank=16)
+        self.x = cases.activation(G, 5, K, dtype="bfloat16")
+
+    def primitives(self, f, *args):
+        return cases.primitives_in(jax.make_jaxpr(f)(*args))
+
+    def test_one_call(self):
+        f = jax.vmap(matmul)
+        self.assertEqual(self.primitives(f, self.x, self.w), ["grouped"])
+        (call,) = explain(f, self.x, self.w).calls
+        self.assertEqual((call.kind, call.count, call.m), ("grouped", 1, 5 * G))
+        self.assertEqual(call.problem.groups, G)
+
+    def test_values(self):
+        y = jax.jit(jax.vmap(matmul))(self.x, self.w)
+        for g in range(G):
+            want = jax.jit(matmul)(self.x[g], group(self.w, g))
+            self.assertLess(cases.error(y[g], want), 1e-3)
+
+    def test_shared_x_and_shared_leaves(self):
+        bias = self.w.bias[0]
+        y = jax.jit(jax.vmap(matmul, in_axes=(None, self.w.replace(
+            **{f: 0 for f in _fields(self.w)} | {"bias": None}))))(
+            self.x[0], self.w.replace(bias=bias))  # fmt: skip
+        for g in range(G):
+            want = matmul(self.x[0], group(self.w, g).replace(bias=bias))
+            self.assertLess(cases.error(y[g], want), 1e-3)
+
+    def test_nested(self):
+        """x batched as well, inside or outside, and the weight twice."""
+        both = jax.vmap(jax.vmap(matmul, in_axes=(0, None)))
+        self.assertEqual(self.primitives(both, self.x, self.w), ["grouped"])
+        y = jax.jit(both)(self.x, self.w)
+        outer = jax.vmap(jax.vmap(matmul), in_axes=(0, None))
+        xs = jnp.stack([self.x, -self.x])
+        self.assertEqual(self.primitives(outer, xs, self.w), ["grouped"])
+        z = jax.jit(outer)(xs, self.w)
+        ws = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), self.w)
+        x2 = self.x.reshape(2, 2, 5, K)
+        twice = jax.vmap(jax.vmap(matmul))
+        self.assertEqual(self.primitives(twice, x2, ws), ["grouped"])
+        u = jax.jit(twice)(x2, ws)
+        for g in range(G):
+            want = matmul(self.x[g], group(self.w, g))
+            self.assertLess(cases.error(y[g], want), 1e-3)
+            self.assertLess(cases.error(z[0, g], want), 1e-3)
+            self.assertLess(cases.error(u.reshape(y.shape)[g], want), 1e-3)
+
+    def test_grad(self):
+        f = jax.jit(jax.vmap(jax.grad(lambda x, w: matmul(x, w).astype(jnp.float32).sum())))
+        dx = f(self.x, self.w)
+        for g in range(G):
+            want = jax.grad(lambda x: matmul(x, group(self.w, g)).astype(jnp.float32).sum())(  # noqa: B023
+                self.x[g]
+            )
+            self.assertLess(cases.error(dx[g], want), 1e-2)
+
+    @parameterized.parameters(
+        dict(implementation="xla"), dict(preferred_element_type="float32"), dict(kernel=True)
+    )
+    def test_others_loop(self, kernel=False, **options):
+        """What the grouped kernel does not take runs as before: a loop over the weights."""
+        if kernel:
+            options["implementation"] = "sm90_v1"
+        f = jax.vmap(functools.partial(matmul, **options))
+        self.assertEqual(self.primitives(f, self.x, self.w), ["matmul"])
+
+    def test_codes_that_are_shared_are_not_copied(self):
+        """A batch of biases alone: no copies of the codes for a grouped call."""
+        w = group(self.w, 0)
+        f = jax.vmap(lambda bias: matmul(self.x[0], w.replace(bias=bias)))
+        self.assertEqual(self.primitives(f, self.w.bias), ["matmul"])
+
+    def test_lowered_for_cuda(self):
+        text = cuda_text(jax.vmap(matmul), self.x, self.w)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
+        self.assertNotIn("jax_w4a4.matmul", text)
+
+
+def _fields(w):
+    return [name for name in ("packed", "scales", "global_scale", "act_global_scale", "smooth",
+                              "lora_down", "lora_up", "channel_scale")
+            if getattr(w, name) is not None]  # fmt: skip
+
+
 class LoweringTest(parameterized.TestCase):
+    def test_one_call(self):
+        """One FFI call with the planner's attributes; other platforms have the reference."""
+        w = stack(format="mxfp4", rank=16)
+        x = cases.activation(M, K, dtype="bfloat16")
+        sizes = jnp.asarray(SIZES["ragged"])
+        text = cuda_text(grouped_matmul, x, w, sizes)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
+        call = next(line for line in text.splitlines() if "@jax_w4a4.grouped.v1" in line)
+        (found,) = explain(grouped_matmul, x, w, sizes).calls
+        for name, value in found.plan.ffi_attrs().items():
+            self.assertIn(f"{name} = {value} :", call)
+        # y, then what the plan says the launches leave for each other.
+        results = call.rpartition("->")[2]
+        self.assertEqual(results.count("tensor<"), 1 + len(found.plan.workspace(M, "grouped")))
+
+    def test_both_platforms(self):
+        """One program for CPU and CUDA."""
+        w, x = stack(rank=16), cases.activation(M, K, dtype="bfloat16")
+        lowered = jax.jit(grouped_matmul).trace(x, w, jnp.ones(G, int)).lower(
+            lowering_platforms=("cpu", "cuda")
+        )  # fmt: skip
+        self.assertIn("jax_w4a4.grouped.v1", lowered.as_text())
+
+    def test_no_kernel_is_said(self):
+        """What the kernel does not take: the reference with one warning, or an error."""
+        w = stack(format="int4", rank=16)
+        x = cases.activation(M, K, dtype="bfloat16")
+        sizes = jnp.ones(G, int)
+        primitives._warned.clear()
+        with self.assertWarnsRegex(
+            primitives.FallbackWarning, r"^jax_w4a4\.grouped_matmul: .*int4 in blocks of 64 is not"
+        ):
+            text = cuda_text(grouped_matmul, x, w, sizes)
+        self.assertNotIn("jax_w4a4.grouped.v1", text)
+        with self.assertRaisesRegex(NotImplementedError, "int4 in blocks of 64 is not built for"):
+            grouped_matmul(x, w, sizes, implementation="cuda")
+
     def test_xla_is_asked_for(self):
         """implementation='xla' lowers for CUDA without a kernel and without a warning."""
         f = jax.jit(functools.partial(grouped_matmul, implementation="xla"))

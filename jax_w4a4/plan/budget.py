@@ -33,6 +33,7 @@ __all__ = [
     "V2_PATHS",
     "V2Path",
     "gemm_traffic",
+    "grouped_row_tiles",
     "layout",
     "down_v2",
     "lora_steps",
@@ -362,6 +363,7 @@ class V2Path:
       token_scale: what the scale of a token is, None where there is none.
       tiles: token tiles that CMakeLists.txt compiles.
       peak: field of Target that bounds the product.
+      grouped_tiles: the same of sm90_grouped, none where it has no code for the path.
       stage_groups: groups of K in a stage whose token scales are staged with it.
       promote_k: K elements that the tensor core adds up before the sums move on into fp32
         registers; 0 for all of K.
@@ -375,6 +377,7 @@ class V2Path:
     token_scale: str | None
     tiles: tuple[int, ...]
     peak: str
+    grouped_tiles: tuple[int, ...] = ()
     stage_groups: int = 0
     promote_k: int = 0
     why: str = ""
@@ -388,12 +391,13 @@ class V2Path:
 _V2_ROW_BYTES = 128
 _V2_TOKEN_STAGES = 2
 _V2_TILES = (256, 200, 192, 128, 64)
+_GROUPED_TILES = (200, 128, 64, 16)
 
 V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
     {
         p.name: p
         for p in (
-            V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8"),
+            V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8", _GROUPED_TILES),
             V2Path(
                 "Mxfp4Promoted",
                 2,
@@ -406,7 +410,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 promote_k=1024,
                 why="precision='highest': sums move to fp32 registers every {promote_k} of K",
             ),
-            V2Path("Nvfp4", 3, "bf16", 2, None, _V2_TILES, "peak_bf16"),
+            V2Path("Nvfp4", 3, "bf16", 2, None, _V2_TILES, "peak_bf16", _GROUPED_TILES),
             V2Path(
                 "Nvfp4Rounded",
                 4,
@@ -415,10 +419,20 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "power of two",
                 _V2_TILES,
                 "peak_fp8",
+                _GROUPED_TILES,
                 why="precision='fastest': each value times its block scale is rounded to e4m3",
             ),
             # The INT8 MMA has no width of 200 tokens.
-            V2Path("Int4Row", 5, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
+            V2Path(
+                "Int4Row",
+                5,
+                "s8",
+                1,
+                "block scale",
+                (256, 208, 192, 128, 64),
+                "peak_int8",
+                (192, 128, 64, 16),
+            ),
             *(
                 V2Path(
                     f"Int4Group{group}",
@@ -486,7 +500,9 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     lora = 1 if problem.rank else 0
     steps = lora_steps(problem, 64)
     streamed = f"32 ranks in a slot of the main ring, {_plural(steps, 'extra step')}"
-    token = m * 4 if path.token_scale else 0
+    # Tiles of a grouped call begin at any token, copies of token scales at every fourth.
+    token = m * 4 + (16 if problem.groups else 0) if path.token_scale else 0
+    per_token = "tile_m*4 + 16" if problem.groups else "tile_m*4"
     groups = path.stage_groups
     where = "in aux, one per row" if path.operand == "s8" else "from L2 into registers"
 
@@ -535,7 +551,7 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
             token,
             _V2_TOKEN_STAGES if token else 0,
             "tile",
-            f"tile_m*4, one fp32 {path.token_scale} per token" if token else "folded into bf16",
+            f"{per_token}, one fp32 {path.token_scale} per token" if token else "folded into bf16",
         ),
         row(
             "accumulator",
@@ -683,8 +699,8 @@ def layout(
 ) -> tuple[tuple[Region, ...], int]:
     """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
 
-    ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other;
-    otherwise the stages of a row lie together.
+    ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other,
+    each large enough for what is laid over it; otherwise the stages of a row lie together.
 
     Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
     or stages gets an empty region at offset 0.
@@ -692,7 +708,9 @@ def layout(
     placed: dict[str, Region] = {}
     smem = [row for row in rows if row.memory == "smem"]
     loop = [row for row in smem if row.overlaps_main and row.lifetime == "K loop"]
+    over = [row for row in smem if not row.overlaps_main]
     slot = sum(_align(row.bytes(cluster), align) for row in loop)
+    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in over if row.stages))
 
     def place(row: Row, offset: int, stride: int | None = None) -> int:
         size = row.bytes(cluster)
@@ -707,9 +725,8 @@ def layout(
         loop_end = place(row, loop_end, slot if interleaved else None)
     if interleaved:
         loop_end = slot * max((row.stages for row in loop), default=0)
-    for row in smem:
-        if not row.overlaps_main:
-            over_end = place(row, over_end)
+    for row in over:
+        over_end = place(row, over_end)
     end = max(loop_end, over_end)
     for row in smem:
         if row.overlaps_main and row.lifetime != "K loop":
@@ -775,7 +792,8 @@ def workspace(
     Args:
       tile_m: rows of the gemm's tile; its token ring reads whole tiles.
       m: rows; may be a symbolic dimension.
-      kind: ``"matmul"`` (after y) or ``"gemm"`` (after y, on a ready activation).
+      kind: ``"matmul"`` (after y), ``"gemm"`` (after y, on a ready activation) or ``"grouped"``
+        (after y).
     """
     public = (
         Buffer("packed", (m, problem.k_pad // 2), "uint8"),
@@ -789,17 +807,30 @@ def workspace(
     if path is not None and path.stage_groups:
         tokens = (problem.k_pad // problem.block_size * ((m + tile_m + 3) // 4 * 4),)
     elif path is not None and path.token_scale:
-        tokens = (m + tile_m,)
+        tokens = (m + tile_m + (4 if problem.groups else 0),)
     private = (
         Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
-        Buffer("rows", (problem.n, 4), "float32"),
+        Buffer("rows", (max(1, problem.groups) * problem.n, 4), "float32"),
     )
+    if kind == "grouped":
+        table = Buffer("table", (grouped_row_tiles(problem, m, tile_m) + 1, 4), "int32")
+        return (lora_act, *private, table)
     if kind == "gemm":
         return private
     if quantizer.kernel == 2:
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
     return (*public, lora_act, *private)
+
+
+def grouped_row_tiles(problem: Problem, m: Any, tile_m: int) -> Any:
+    """Row tiles of a grouped call that there can be; how many there are is known on the device."""
+    return (m + tile_m - 1) // tile_m + problem.groups
+
+
+def _weights_read(problem: Problem, m: int) -> int:
+    """Weights that a call reads; of a grouped one those of as many groups as can have rows."""
+    return max(1, min(problem.groups, m))
 
 
 def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
@@ -821,16 +852,17 @@ def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
     blocks = k // problem.block_size
     scale = ITEMSIZE[problem.scale_dtype]
     codes, scales = _act_traffic(problem, m, private)
+    weights = _weights_read(problem, m) * n
     return Traffic(
         flops=(("product", 2 * m * n * k), ("LoRA-up", 2 * m * n * rank)),
         bytes=(
-            ("weights", n * k // 2),
-            ("weight scales", n * blocks * scale),
+            ("weights", weights * k // 2),
+            ("weight scales", weights * blocks * scale),
             ("activations", codes),
             ("activation scales", scales),
-            ("lora_up", n * rank * ITEMSIZE[problem.lora_dtype]),
+            ("lora_up", weights * rank * ITEMSIZE[problem.lora_dtype]),
             ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
-            ("vectors", 2 * n * 4),
+            ("vectors", 2 * weights * 4),
             ("output", m * n * ITEMSIZE[problem.out_dtype]),
         ),
     )
@@ -844,12 +876,13 @@ def quantizer_traffic(problem: Problem, m: int, private: bool = False) -> Traffi
     k, rank = problem.k_pad, problem.rank
     lora = ITEMSIZE[problem.lora_dtype]
     codes, scales = _act_traffic(problem, m, private)
+    weights = _weights_read(problem, m)
     return Traffic(
         flops=(("LoRA-down", 2 * m * k * rank),),
         bytes=(
             ("x", m * k * ITEMSIZE[problem.x_dtype]),
-            ("smooth", k * 4),
-            ("lora_down", k * rank * lora),
+            ("smooth", weights * k * 4),
+            ("lora_down", weights * k * rank * lora),
             ("codes", codes),
             ("scales", scales),
             ("lora_act", m * rank * lora),
@@ -892,6 +925,7 @@ class Design:
       lora_row_bytes: of one token or weight row in a step of a streamed low-rank branch.
       interleaved: the K-loop objects of a stage lie side by side.
       private_layout: the gemm reads activations in a layout of its own.
+      grouped: it takes rows sorted by group and a weight for each group, and nothing else.
     """
 
     name: str
@@ -915,6 +949,7 @@ class Design:
     lora_row_bytes: int = 128
     interleaved: bool = False
     private_layout: bool = False
+    grouped: bool = False
 
     def step(self, problem: Problem) -> int:
         """K elements of one main-loop step."""
@@ -929,7 +964,10 @@ class Design:
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
         path = v2_path(problem) if self.private_layout else None
-        return tuple(t for t in self.tiles if path is None or t[0] in path.tiles)
+        if path is None:
+            return self.tiles
+        compiled = path.grouped_tiles if self.grouped else path.tiles
+        return tuple(t for t in self.tiles if t[0] in compiled)
 
 
 DESIGNS: Mapping[str, Design] = MappingProxyType(
@@ -981,6 +1019,34 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 lora_row_bytes=64,
                 interleaved=True,
                 private_layout=True,
+            ),
+            Design(
+                name="sm90_grouped",
+                code=5,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_v2,
+                tiles=tuple(
+                    (tile_m, 128, 1)
+                    for tile_m in sorted({m for p in V2_PATHS.values() for m in p.grouped_tiles})[
+                        ::-1
+                    ]
+                ),
+                tile_k={},
+                threads=384,
+                align=128,
+                persistent=True,
+                max_main_stages=20,
+                min_store_stages=1,
+                grow_store=False,
+                lora_choices=(0,),
+                main_peak={},
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+                lora_row_bytes=64,
+                interleaved=True,
+                private_layout=True,
+                grouped=True,
             ),
             Design(
                 name="sm100_v2",

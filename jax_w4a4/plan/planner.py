@@ -33,6 +33,7 @@ SCHEMA = 3
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
 _DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
+_GROUPED_KERNELS = {90: "sm90_grouped"}
 # What a caller of `solve` may fix instead of leaving it to the solver.
 FORCIBLE = (
     "tile_m",
@@ -306,9 +307,20 @@ def recording() -> Iterator[list[Plan]]:
         _recorders.reset(token)
 
 
-def schedule(m: int, n: int, tile_m: int, tile_n: int, cluster: int, target: Target) -> Schedule:
+def group_rows(groups: int, m: int) -> tuple[int, int]:
+    """(groups with rows, rows of each) that the planner assumes of ``m`` rows in ``groups``, as the
+    sizes are on the device: as many as there are, and equal. One group of all without groups."""
+    used = max(1, min(groups, m))
+    return used, -(-m // used)
+
+
+def schedule(
+    m: int, n: int, tile_m: int, tile_n: int, cluster: int, target: Target, groups: int = 0
+) -> Schedule:
     """Tiles and waves of an ``m`` by ``n`` output at one CTA per SM."""
-    return Schedule(-(-m // tile_m), -(-n // tile_n), max(1, target.sm_count // cluster))
+    used, rows = group_rows(groups, m)
+    tiles_m = used * -(-rows // tile_m)
+    return Schedule(tiles_m, -(-n // tile_n), max(1, target.sm_count // cluster))
 
 
 def solve(
@@ -439,7 +451,7 @@ def _design(
     """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
     if problem.groups:
-        raise NotImplementedError(f"jax_w4a4.plan: no kernel for grouped weights yet; {way_out}")
+        return _grouped_design(problem, target, kernel, way_out), ()
     if kernel is None:
         names = _DEFAULT_KERNELS.get(target.cc)
         if names is None:
@@ -462,9 +474,37 @@ def _design(
     return _checked(problem, design, target, way_out), ()
 
 
+def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_out: str) -> Design:
+    """The design for rows sorted by group."""
+    name = _GROUPED_KERNELS.get(target.cc)
+    if name is None or kernel not in (None, name):
+        raise NotImplementedError(
+            f"jax_w4a4.plan: {kernel or target.name} has no kernel for groups of rows; {way_out}"
+        )
+    design = budget.DESIGNS[name]
+    path = budget.v2_path(problem)
+    why = _v2_lacks(problem)
+    if why is None and path is not None and not path.grouped_tiles:
+        precision = f" with precision={problem.precision!r}" if problem.precision else ""
+        why = f"{problem.format} in blocks of {problem.block_size}{precision} is not built for it"
+    if why is None:
+        quantizer = _token_quantizer(problem, target, 2)
+        why = quantizer if isinstance(quantizer, str) else None
+    if why is not None:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: kernel {name} cannot take this: {why}; {way_out}"
+        )
+    return design
+
+
 def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
     if design.name == "sm90_v1":
         return design
+    if design.grouped:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: kernel {design.name} takes a weight for each group of rows, not one; "
+            "plan with kernel=None"
+        )
     if design.name == "sm90_v2":
         why = _v2_lacks(problem)
         if why is not None:
@@ -542,6 +582,10 @@ def _quantizer(
     found = _token_quantizer(problem, target, 2)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
+    if design.grouped:
+        raise ValueError(
+            f"jax_w4a4.plan: {design.name} has quantizer 2 only, got quantizer={asked}"
+        )
     if asked == 2:
         raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {found}")
     why = "forced by the caller" if isinstance(found, QuantizerPlan) else found
@@ -589,7 +633,8 @@ def _down_cluster(problem: Problem, target: Target) -> int:
     8192x8192 with 1 against 47 with 2.
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
-    tiles = max(1, -(-m // 72))
+    used, rows = group_rows(problem.groups, m)
+    tiles = max(1, used * -(-rows // 72))
     steps = -(-(problem.k or problem.k_pad) // 64)
     return max(c for c in (1, 2, 4, 8) if c == 1 or (tiles * c <= target.sm_count and c <= steps))
 
@@ -625,7 +670,7 @@ def _group_m(
         return max(1, forced["group_m"]), ("group_m forced by the caller",)
     if problem.m is None:
         return _V2_GROUP_M, ()
-    tiles = max(1, -(-problem.m // best.tile_m))
+    tiles = max(1, -(-group_rows(problem.groups, problem.m)[1] // best.tile_m))
     groups = -(-tiles // _V2_GROUP_M)
     return -(-tiles // groups), (
         f"{_count(groups, 'group')} of up to {_count(-(-tiles // groups), 'm tile')}: a group's "
@@ -724,7 +769,7 @@ def _fit(
 
 def _cost(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """What the planner minimises. Comparable only between configurations of one design."""
-    if design.name == "sm90_v2":
+    if design.private_layout:
         return _v2_seconds(problem, target, config)
     if not design.persistent:
         if problem.m is None:
@@ -770,7 +815,9 @@ def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
     has no term: one CTA and a pair with half the activation reads measured the same.
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
-    where = schedule(m, problem.n, config.tile_m, config.tile_n, config.cluster, target)
+    where = schedule(
+        m, problem.n, config.tile_m, config.tile_n, config.cluster, target, problem.groups
+    )
     path = budget.v2_path(problem)
     assert path is not None, problem
     columns = config.tile_m + _V2_FIXED_ROWS[path.name]
@@ -832,10 +879,13 @@ def _why_tile(
         return f"{name}: M is symbolic, the middle tile is taken"
     m = SYMBOLIC_M if problem.m is None else problem.m
     rows = f"{m} rows assumed for symbolic M" if problem.m is None else _count(m, "row")
+    if problem.groups:
+        used, each = group_rows(problem.groups, m)
+        rows += f" in {_count(problem.groups, 'group')}, taken as {used} of {each}"
     text = []
     for candidate in (found[0], other):
         c = candidate.config
-        where = schedule(m, problem.n, c.tile_m, c.tile_n, c.cluster, target)
+        where = schedule(m, problem.n, c.tile_m, c.tile_n, c.cluster, target, problem.groups)
         cost = (
             f"{candidate.cost * 1e6:.1f} us computed"
             if design.persistent
