@@ -752,6 +752,7 @@ Error QuantizeGrouped(cudaStream_t stream, const GroupedBuffers& b,
   p.weight.bias = OptionalData(b.bias);
   p.weight.rows = b.rows.untyped_data();
   p.weight.scale_dtype = ToDType(b.weight_scale.element_type());
+  p.block = static_cast<int>(spec.block_size);
   p.weight.n = b.groups() * b.n();
   p.weight.groups = b.groups();
   p.weight.bounds = bounds;
@@ -782,6 +783,7 @@ Error GemmGrouped(cudaStream_t stream, const GroupedBuffers& b,
   p.rank = static_cast<int>(b.rank());
   p.stages = static_cast<int>(plan.main_stages);
   p.group_m = static_cast<int>(plan.group_m);
+  p.block = static_cast<int>(spec.block_size);
   p.scale_dtype = ToDType(b.weight_scale.element_type());
   p.smem = GetGemmV2Smem(plan);
   const int tile_m = static_cast<int>(plan.tile_m);

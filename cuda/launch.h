@@ -32,9 +32,9 @@ inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   return attribute;
 }
 
-// How many clusters run at once; asked once per kernel and device. For kernels of
-// whose CTAs registers allow one per SM, so that less shared memory than
-// `smem_bytes` never fits more. Returns a cudaError_t.
+// How many clusters run at once; asked once per kernel and device. For kernels
+// whose registers, not shared memory, decide how many CTAs an SM takes.
+// Returns a cudaError_t.
 inline int GetClusters(const void* kernel, int cluster, int threads,
                        int smem_bytes, int device, int* clusters) {
   static std::mutex mutex;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "launch.h"
+#include "sm90_gemm_v2_args.h"
 #include "sm90_gemm_v2_kernels.h"  // written by CMake
 #include "sm90_grouped.cuh"
 #include "tensor_map.h"
@@ -59,25 +60,10 @@ LaunchResult LaunchGrouped(GemmV2Path path, int tile_m,
   const int64_t rows = params.groups * p.n;  // of all weights
   const int stage_k = GemmV2TileK(path);
   sm90::GemmV2Args& a = args.gemm;
-  a.weight_scales = static_cast<const uint8_t*>(p.weight_scale);
-  a.token_scale = p.token_scale;
-  a.rows = static_cast<const sm90::RowInputs*>(p.rows);
-  a.y = static_cast<__nv_bfloat16*>(p.out);
-  a.m = static_cast<int>(p.m);
+  a = CommonArgs(path, tile_m, p);
   a.n = static_cast<int>(rows);
-  a.k_blocks = (p.k_pad + stage_k - 1) / stage_k;
-  a.scale_blocks = GemmV2Block(path) == 0 ? 0 : p.k_pad / GemmV2Block(path);
-  a.lora_chunks = (p.rank + sm90::kLoraRanks - 1) / sm90::kLoraRanks;
   a.n_tiles = static_cast<int>((p.n + kGemmV2TileN - 1) / kGemmV2TileN);
   a.group_m = p.group_m;
-  a.tma_store = p.n % 8 == 0;
-  a.stages = p.stages;
-  a.stage_bytes = p.smem.stage_bytes;
-  a.off_weight = p.smem.weight;
-  a.off_lora_up = p.smem.lora_up;
-  a.off_store = p.smem.store;
-  a.off_token = p.smem.token;
-  a.off_barriers = p.smem.barriers;
 
   const auto u8 = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto bf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;

@@ -30,11 +30,14 @@ struct GroupedTile {
 template <int kTileM>
 constexpr int kGroupedTokenBytes = kTileM * 4 + 16;
 
+// Not .nc: ptxas takes such a load for one of constants and moves it in front of the wait for the launch
+// that writes the table.
 __device__ __forceinline__ int4 load_entry(const GroupedArgs& args, int index) {
   int4 v;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(args.table + index));
+               : "l"(args.table + index)
+               : "memory");
   return v;
 }
 
@@ -224,8 +227,15 @@ __device__ __forceinline__ void compute_grouped(const GroupedArgs& args, uint32_
   if (place.warp == 0 && place.lane == 0) store_wait_read<0>();
 }
 
+// Two CTAs share an SM where the accumulators leave the registers: one's epilogue under the other's
+// loads. The plan gives them half of the shared memory each.
+template <int kTileM>
+constexpr int kGroupedCtas = kTileM <= 16 ? 2 : 1;
+template <int kTileM>
+constexpr int kGroupedConsumerRegisters = kGroupedCtas<kTileM> == 2 ? 104 : kConsumerRegisters;
+
 template <class Format, int kTileM>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+__global__ void __launch_bounds__(kGemmThreads, kGroupedCtas<kTileM>)
     grouped_kernel(const __grid_constant__ GroupedArgs args) {
   static_assert(!Format::kPromote && Format::kStageGroups == 0, "one set of accumulators");
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
@@ -251,7 +261,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     if (threadIdx.x == 0) load_grouped<Format, kTileM>(args, smem, main, tokens, tiles);
     __syncwarp();
   } else {
-    claim_registers<kConsumerRegisters>();
+    claim_registers<kGroupedConsumerRegisters<kTileM>>();
     compute_grouped<Format, kTileM>(args, smem, main, tokens, tiles);
     __syncwarp();
   }

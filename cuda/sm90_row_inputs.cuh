@@ -51,7 +51,7 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
           p.bounds};
 }
 
-constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
+constexpr int kRowsPerPrepareCta = 64;  // weight rows: eight for each of eight warps
 constexpr int kNanScale = 255;          // e8m0
 constexpr int kFloatNan = 0x7FC00000;
 constexpr int kFloatInf = 0x7F800000;
@@ -101,21 +101,15 @@ __device__ __forceinline__ bool is_unused(const RowInputsArgs& args, int row) {
   return bounds[0] == bounds[1];
 }
 
-// One warp, one row: looks through its block scales and combines the epilogue's factors. int4: of
-// path Int4Scaled.
+// What of a one-byte scale counts for the largest: the byte of e8m0, the magnitude of e4m3.
 template <Format kFormat>
-__device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
-  if (is_unused(args, row)) return;
-  const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
-  int largest = 0;  // mxfp4: byte; nvfp4: magnitude bits, where 0x7F is NaN; int4: fp32 bits
-  constexpr int kMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
-  if constexpr (kFormat == Format::kInt4) {
-    largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
-  } else {
-    for (int i = lane; i < args.scale_blocks; i += 32) largest = max(largest, scales[i] & kMask);
-    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  }
-  if (lane != 0) return;
+constexpr uint32_t kScaleMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
+
+// Combines a row's largest block scale with the epilogue's factors. `largest`: of mxfp4 the byte, of
+// nvfp4 the magnitude bits, where 0x7F is NaN, of int4 (path Int4Scaled) fp32 bits.
+template <Format kFormat>
+__device__ __forceinline__ void write_row(const RowInputsArgs& args, int row, int largest) {
+  constexpr int kMask = kScaleMask<kFormat>;
   const float factor = row_factor(args, row);
   RowInputs out;
   if constexpr (kFormat == Format::kNvfp4) {
@@ -144,13 +138,69 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
   args.rows[row] = out;
 }
 
+// One warp, one row: looks through its block scales.
+template <Format kFormat>
+__device__ __forceinline__ void write_row_by_warp(const RowInputsArgs& args, int row, int lane) {
+  int largest = 0;
+  if constexpr (kFormat == Format::kInt4) {
+    largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
+  } else {
+    const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
+    for (int i = lane; i < args.scale_blocks; i += 32) {
+      largest = max(largest, static_cast<int>(scales[i] & kScaleMask<kFormat>));
+    }
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  }
+  if (lane == 0) write_row<kFormat>(args, row, largest);
+}
+
+// The largest of sixteen one-byte scales.
+template <Format kFormat>
+__device__ __forceinline__ int largest_of(const uint4& v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  uint32_t largest = 0;
+#pragma unroll
+  for (uint32_t word : words) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) largest = max(largest, word >> 8 * j & kScaleMask<kFormat>);
+  }
+  return static_cast<int>(largest);
+}
+
+// One warp, eight rows of whole 16 bytes of scales, four lanes each: experts have many rows, and a
+// warp for each waits more than it reads.
+template <Format kFormat>
+__device__ __forceinline__ void write_eight_rows(const RowInputsArgs& args, int first, int end,
+                                                 int lane) {
+  const int row = first + lane / 4;
+  const bool used = row < end && !is_unused(args, row);
+  int largest = 0;
+  if (used) {
+    const uint4* scales = reinterpret_cast<const uint4*>(
+        args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks);
+    for (int i = lane % 4; i < args.scale_blocks / 16; i += 4) {
+      largest = max(largest, largest_of<kFormat>(__ldg(scales + i)));
+    }
+  }
+  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+  if (used && lane % 4 == 0) write_row<kFormat>(args, row, largest);
+}
+
 // The rows of prepare CTA `block`.
 template <Format kFormat>
 __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block, int warp,
                                            int warps, int lane) {
-  const int end = min((block + 1) * kRowsPerPrepareCta, args.n);
-  for (int row = block * kRowsPerPrepareCta + warp; row < end; row += warps) {
-    write_row_inputs<kFormat>(args, row, lane);
+  const int first = block * kRowsPerPrepareCta;
+  const int end = min(first + kRowsPerPrepareCta, args.n);
+  if (kFormat != Format::kInt4 && args.scale_blocks % 16 == 0) {
+    for (int row = first + 8 * warp; row < end; row += 8 * warps) {
+      write_eight_rows<kFormat>(args, row, end, lane);
+    }
+    return;
+  }
+  for (int row = first + warp; row < end; row += warps) {
+    if (!is_unused(args, row)) write_row_by_warp<kFormat>(args, row, lane);
   }
 }
 

@@ -123,7 +123,8 @@ def run(
     driver.call(
         "emulator_quantize_v2", case.path.code,
         ctypes.byref(product._tokens(case, attrs, address)), pointer(made["act"].base),
-        pointer(made["token_scale"].base), ctypes.byref(weight), found.tile_m,
+        pointer(made["token_scale"].base), ctypes.byref(weight), case.k_pad // case.blocks,
+        found.tile_m,
         pointer(made["table"].base), pointer(made["y"].base),
     )  # fmt: skip
     smem = (ctypes.c_int * 7)(*(attrs[name] for name in (
@@ -137,7 +138,8 @@ def run(
         pointer(made["token_scale"].base), pointer(made["rows"].base), pointer(address("weight")),
         pointer(address("weight_scale")), pointer(made["lora_act"].base),
         pointer(address("lora_up")), pointer(made["y"].base), long(case.m), long(case.n),
-        case.k_pad, case.rank, found.main_stages, found.group_m, 0, DTYPES.index(case.scales),
+        case.k_pad, case.rank, found.main_stages, found.group_m, 0, case.k_pad // case.blocks,
+        DTYPES.index(case.scales),
         smem, 1, case.clusters, long(groups), pointer(made["table"].base),
     )  # fmt: skip
     return _results(grouped, device, shapes, made)

@@ -67,10 +67,7 @@ class Call:
         """Tiles and waves of the gemm."""
         if self.plan is None or self.kind == "quantize":
             return None
-        p = self.plan
-        return planner.schedule(
-            self.m, self.problem.n, p.tile_m, p.tile_n, p.cluster, self.target, self.problem.groups
-        )
+        return planner.schedule_of(self.plan, self.target)
 
     @property
     def gemm(self) -> Launch | None:
@@ -554,7 +551,7 @@ def _call_lines(call: Call) -> list[str]:
         lines += [f"  - {reason}" for reason in (*call.plan.reasons, *_activation_reason(call))]
     lines.append("")
     if call.schedule is not None:
-        lines.append(_wave_line(call.schedule, call.plan.cluster))
+        lines.append(_wave_line(call.schedule, call.plan))
     if call.quantizer is not None:
         lines += _launch_lines(_quantizer_title(call.plan), call.quantizer, call.target)
     if call.gemm is not None:
@@ -595,6 +592,7 @@ def _quantizer_title(plan: Plan) -> str:
 
 def _account_lines(plan: Plan, target: Target) -> list[str]:
     design: Design = budget.DESIGNS[plan.kernel]
+    capacity = design.capacity(target, plan.tile_m)
     group = "one CTA" if plan.cluster == 1 else f"{plan.cluster} CTAs"
     lora = "none" if plan.problem.rank == 0 else str(plan.lora_stages or "in the main ring")
     lines = [
@@ -634,8 +632,9 @@ def _account_lines(plan: Plan, target: Target) -> list[str]:
     lines += table(head, body, right={2, 3, 4, 5})
     over = [row.name for row in plan.rows if not row.overlaps_main and row.stages]
     lines.append(
-        f"shared memory {plan.smem_bytes} of {target.smem_bytes} B "
-        f"({100 * plan.smem_bytes / target.smem_bytes:.1f} %) per CTA"
+        f"shared memory {plan.smem_bytes} of {capacity} B "
+        f"({100 * plan.smem_bytes / capacity:.1f} %) per CTA"
+        f"{', two of which share an SM' if design.ctas_per_sm(plan.tile_m) == 2 else ''}"
         + (f"; {' and '.join(over)} lie over the main stages" if over else "")
     )
     if target.multicast and not target.halved:
@@ -660,13 +659,15 @@ def table(head: tuple[str, ...], body: Sequence[tuple[str, ...]], right: set[int
     return [line(head), "-" * len(line(head)), *(line(cells) for cells in body)]
 
 
-def _wave_line(s: Schedule, cluster: int) -> str:
-    group = "CTAs" if cluster == 1 else "CTA pairs"
+def _wave_line(s: Schedule, plan: Plan) -> str:
+    group = "CTAs" if plan.cluster == 1 else "CTA pairs"
+    ctas = budget.DESIGNS[plan.kernel].ctas_per_sm(plan.tile_m)
+    per_sm = "one CTA" if ctas == 1 else f"{ctas} CTAs"
     if not s.tiles:
         return "waves: no tiles"
     waves = f"{s.waves} wave{'' if s.waves == 1 else 's'}"
     return (
-        f"waves: {s.tiles_m} x {s.tiles_n} = {s.tiles} tiles on {s.groups} {group} (one CTA per "
+        f"waves: {s.tiles_m} x {s.tiles_n} = {s.tiles} tiles on {s.groups} {group} ({per_sm} per "
         f"SM) = {waves}, last {100 * s.last_fill:.0f} % full, {100 * s.fill:.0f} % overall"
     )
 

@@ -1,4 +1,4 @@
-"""Parity of the grouped kernel, cell by cell, and its corners, under the watchdog of gpu_corners.
+"""Parity of the grouped kernel, cell by cell, and its corners, under a watchdog.
 
 `pytest -m gpu` runs the cells as tests; `python -P tests/gpu_grouped.py --json out.json` runs them
 all. Each cell runs the handler on results that were filled with NaN bytes beforehand, with NaN in
@@ -12,7 +12,6 @@ and that rows of no group are zeros and a second run gives the same bits.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -32,17 +31,18 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import gpu_parity  # noqa: E402
 import model  # noqa: E402
-from gpu_corners import Watchdog  # noqa: E402
-from gpu_parity import Cell, Poisoned, same_bits  # noqa: E402
+from gpu_parity import Cell, Poisoned, in_processes, same_bits  # noqa: E402
 
 from jax_w4a4 import plan, primitives, reference  # noqa: E402
 from jax_w4a4.weight import Weight  # noqa: E402
 
+WATCHDOG_S = 60.0
 PATHS = {
     "Mxfp4": {"format": "mxfp4"},
     "Nvfp4": {"format": "nvfp4"},
     "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
     "Int4Row": {"format": "int4", "block_size": None},
+    "Int4Scaled": {"format": "int4", "block_size": 64},
 }
 RANKS = (0, 16, 48, 128, 256)
 SHAPES = ((600, 272), (77, 1000), (1032, 2056), (8, 64))  # (N, K)
@@ -232,7 +232,7 @@ def _check_group(
     y, act, tokens, la = got
     path = plan.budget.v2_path(found.problem)
     assert path is not None
-    rounded = path.name == "Nvfp4Rounded"
+    rounded = path.name in ("Nvfp4Rounded", "Int4Scaled")
     for_quantize, for_gemm = gpu_parity.operands_of(w, spec)
     cpu = jax.devices("cpu")[0]
     on_cpu = jax.device_put((jnp.asarray(x), *for_quantize), cpu)
@@ -274,10 +274,19 @@ def _check_group(
     return ratio, lora_ratio
 
 
+def run_safely(grouped: Grouped) -> dict:
+    """`run`; one broken cell must not hide the others."""
+    try:
+        return run(grouped)
+    except Exception as error:
+        failures = [f"{type(error).__name__}: {error}"]
+        return {**dataclasses.asdict(grouped.cell), "failures": failures}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path, help="write all measurements here")
-    parser.add_argument("--jobs", type=int, default=8, help="cells in flight")
+    parser.add_argument("--jobs", type=int, default=8, help="processes")
     parser.add_argument("--small", action="store_true", help="a few small cells only")
     parser.add_argument("--every", type=int, default=1, help="every N-th cell only")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
@@ -285,15 +294,16 @@ def main() -> int:
     paths = tuple(args.paths)
     todo = list(small_cells() if args.small else (*cells(paths), *corners(paths)))[:: args.every]
     started, results, failed = time.time(), [], 0
-    watched = Watchdog(run)
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for grouped, result in zip(todo, pool.map(watched, todo), strict=True):
-            if isinstance(result, str):  # an exception
-                result = {**dataclasses.asdict(grouped.cell), "failures": [result]}
+    try:
+        for result in in_processes(run_safely, todo, args.jobs, WATCHDOG_S):
             results.append(result)
             if result["failures"]:
                 failed += 1
-                print(f"FAILED {grouped}: " + "; ".join(result["failures"][:4]), flush=True)
+                name = todo[len(results) - 1]
+                print(f"FAILED {name}: " + "; ".join(result["failures"][:4]), flush=True)
+    except TimeoutError:
+        print(f"HUNG: nothing came for {WATCHDOG_S} s of {todo[len(results)]}", flush=True)
+        return 3
     seconds = round(time.time() - started, 1)
     worst = max((r.get("y_error_over_bound", 0.0) for r in results), default=0.0)
     print(f"{len(results)} cells, {failed} failed, none hung, {seconds} s, error {worst} of bound")

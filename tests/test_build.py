@@ -579,16 +579,18 @@ class PlanChecks(HostTest):
             ("nvfp4", "fastest", "Nvfp4Rounded"),
             ("mxfp4", None, "Mxfp4"),
             ("int4", None, "Int4Row"),
+            ("int4", 64, "Int4Scaled"),
         ),
         rank=(0, 16, 256),
     )
     def test_every_grouped_plan_is_accepted(self, path, rank):
-        format, precision, path = path
+        format, mode, path = path
+        kind = {"group": mode} if format == "int4" else {"precision": mode}
         for tile_m, main_stages in itertools.product(compiled_tiles("GROUPED")[path], (None, 2)):
             stages = {} if main_stages is None else {"main_stages": main_stages}
             with self.subTest(tile_m=tile_m, main_stages=main_stages):
                 attrs = self.v2_attrs(
-                    format, rank, 416, precision, kernel="sm90_grouped", groups=5, tile_m=tile_m,
+                    format, rank, 448, kernel="sm90_grouped", groups=5, tile_m=tile_m, **kind,
                     **stages,
                 )  # fmt: skip
                 self.compile(*attrs, rank)()

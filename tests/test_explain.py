@@ -125,8 +125,9 @@ class ShapeTest(parameterized.TestCase):
             "grouped 512 x 2048 x 4096 (M x K x N), 64 groups",
             "kernel sm90_grouped",
             "tile 16x128, K step 128, on one CTA of 384 threads, persistent",
-            "for 512 rows in 64 groups, taken as 64 of 8: 2048 tiles in 16 waves of 132",
-            "64 x 32 = 2048 tiles on 132 CTAs",
+            "for 512 rows in 64 groups, taken as 64 of 8: 2048 tiles in 8 waves of 264",
+            "64 x 32 = 2048 tiles on 264 CTAs (2 CTAs per SM)",
+            "of 115712 B (92.5 %) per CTA, two of which share an SM",
             "tile_m*4 + 16, one fp32 power of two per token",
         ):
             self.assertIn(expected, text)

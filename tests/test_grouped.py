@@ -371,14 +371,15 @@ class LoweringTest(parameterized.TestCase):
         w = stack(format="int4", rank=16)
         x = cases.activation(M, K, dtype="bfloat16")
         sizes = jnp.ones(G, int)
+        exact = functools.partial(grouped_matmul, precision="highest")
         primitives._warned.clear()
         with self.assertWarnsRegex(
-            primitives.FallbackWarning, r"^jax_w4a4\.grouped_matmul: .*int4 in blocks of 64 is not"
+            primitives.FallbackWarning, r"^jax_w4a4\.grouped_matmul: .*int4 in blocks of 64 with pr"
         ):
-            text = cuda_text(grouped_matmul, x, w, sizes)
+            text = cuda_text(exact, x, w, sizes)
         self.assertNotIn("jax_w4a4.grouped.v1", text)
-        with self.assertRaisesRegex(NotImplementedError, "int4 in blocks of 64 is not built for"):
-            grouped_matmul(x, w, sizes, implementation="cuda")
+        with self.assertRaisesRegex(NotImplementedError, "'highest' is not built for it"):
+            exact(x, w, sizes, implementation="cuda")
 
     def test_xla_is_asked_for(self):
         """implementation='xla' lowers for CUDA without a kernel and without a warning."""

@@ -492,7 +492,9 @@ class GroupedPlanTest(parameterized.TestCase):
         one = dataclasses.replace(one, groups=groups, k=odd_k, **changes)
         return plan.solve(one, "sm_90", **forced)
 
-    @parameterized.parameters((512, 64, 16), (64, 64, 16), (64 * 64, 64, 64), (8 * 1000, 8, 200))
+    @parameterized.parameters(
+        (512, 64, 16), (64, 64, 16), (64 * 64, 64, 64), (8 * 190, 8, 200), (8 * 1000, 8, 256)
+    )
     def test_tile_follows_the_rows_of_a_group(self, m, groups, tile_m):
         solved = self.solve(m, groups=groups)
         self.assertEqual((solved.kernel, solved.tile_m), ("sm90_grouped", tile_m))
@@ -506,6 +508,19 @@ class GroupedPlanTest(parameterized.TestCase):
             ones = min(groups - 1, m)  # groups of one row, and one of the rest
             worst = ones + -(-(m - ones) // tile_m)
             self.assertGreater(entries, worst)
+
+    def test_small_tiles_share_an_sm(self):
+        """Two CTAs and what the system keeps of each fit an SM."""
+        for format, rank in itertools.product(("mxfp4", "nvfp4", "int4"), (0, 256)):
+            solved = self.solve(format=format, rank=rank)
+            self.assertEqual(solved.tile_m, 16)
+            self.assertLessEqual(2 * (solved.smem_bytes + 1024), 233472)
+            self.assertGreaterEqual(solved.main_stages, 10)
+            where = planner.schedule_of(solved, targets.get("sm_90"))
+            self.assertEqual((where.groups, where.tiles), (264, 64 * 32))
+        self.assertEqual(
+            planner.schedule_of(self.solve(tile_m=64), targets.get("sm_90")).groups, 132
+        )
 
     def test_lora_fits_the_slot(self):
         """nvfp4's stage of a small tile is smaller than a chunk of 32 ranks."""

@@ -391,7 +391,7 @@ class V2Path:
 _V2_ROW_BYTES = 128
 _V2_TOKEN_STAGES = 2
 _V2_TILES = (256, 200, 192, 128, 64)
-_GROUPED_TILES = (200, 128, 64, 16)
+_GROUPED_TILES = (256, 200, 128, 64, 16)
 
 V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
     {
@@ -431,7 +431,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "block scale",
                 (256, 208, 192, 128, 64),
                 "peak_int8",
-                (192, 128, 64, 16),
+                (256, 192, 128, 64, 16),
             ),
             *(
                 V2Path(
@@ -456,6 +456,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "power of two",
                 _V2_TILES,
                 "peak_bf16",
+                _GROUPED_TILES,
                 why="each code times its block scale is rounded to fp16; precision='highest' keeps "
                 "the product exact",
             ),
@@ -926,6 +927,7 @@ class Design:
       interleaved: the K-loop objects of a stage lie side by side.
       private_layout: the gemm reads activations in a layout of its own.
       grouped: it takes rows sorted by group and a weight for each group, and nothing else.
+      shared_tiles: values of tile_m whose CTAs share an SM, two and two.
     """
 
     name: str
@@ -950,6 +952,20 @@ class Design:
     interleaved: bool = False
     private_layout: bool = False
     grouped: bool = False
+    shared_tiles: tuple[int, ...] = ()
+
+    def ctas_per_sm(self, tile_m: int) -> int:
+        """CTAs that an SM runs at once."""
+        return 2 if tile_m in self.shared_tiles else 1
+
+    def capacity(self, target: Target, tile_m: int) -> int:
+        """Shared memory that a CTA may ask for."""
+        ctas = self.ctas_per_sm(tile_m)
+        if ctas == 1:
+            return target.smem_bytes
+        # What the system keeps of every CTA's.
+        reserved = target.smem_per_sm - target.smem_bytes
+        return target.smem_per_sm // ctas - reserved
 
     def step(self, problem: Problem) -> int:
         """K elements of one main-loop step."""
@@ -1047,6 +1063,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 interleaved=True,
                 private_layout=True,
                 grouped=True,
+                shared_tiles=(16,),
             ),
             Design(
                 name="sm100_v2",

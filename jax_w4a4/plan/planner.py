@@ -315,12 +315,31 @@ def group_rows(groups: int, m: int) -> tuple[int, int]:
 
 
 def schedule(
-    m: int, n: int, tile_m: int, tile_n: int, cluster: int, target: Target, groups: int = 0
+    m: int,
+    n: int,
+    tile_m: int,
+    tile_n: int,
+    cluster: int,
+    target: Target,
+    groups: int = 0,
+    ctas: int = 1,
 ) -> Schedule:
-    """Tiles and waves of an ``m`` by ``n`` output at one CTA per SM."""
+    """Tiles and waves of an ``m`` by ``n`` output at ``ctas`` CTAs per SM."""
     used, rows = group_rows(groups, m)
     tiles_m = used * -(-rows // tile_m)
-    return Schedule(tiles_m, -(-n // tile_n), max(1, target.sm_count // cluster))
+    return Schedule(tiles_m, -(-n // tile_n), max(1, ctas * target.sm_count // cluster))
+
+
+def _schedule(design: Design, problem: Problem, config: Config | Plan, target: Target) -> Schedule:
+    m = SYMBOLIC_M if problem.m is None else problem.m
+    ctas = design.ctas_per_sm(config.tile_m)
+    tile = (config.tile_m, config.tile_n, config.cluster)
+    return schedule(m, problem.n, *tile, target, problem.groups, ctas)
+
+
+def schedule_of(plan: Plan, target: Target) -> Schedule:
+    """Tiles and waves of a plan's gemm."""
+    return _schedule(budget.DESIGNS[plan.kernel], plan.problem, plan, target)
 
 
 def solve(
@@ -735,6 +754,7 @@ def _fit(
     if design.private_layout and store != design.min_store_stages:
         return f"{store} store stages forced, {design.name} has {design.min_store_stages}"
     config = dataclasses.replace(config, store_stages=store)
+    capacity = design.capacity(target, config.tile_m)
 
     def smem(**changes: int) -> int:
         return _smem(design, problem, target, dataclasses.replace(config, **changes))
@@ -748,21 +768,21 @@ def _fit(
             return f"{_count(main, 'main stage')} forced, {design.name} needs 2 or more"
     else:
         main = 0
-        while (most is None or main < most) and smem(main_stages=main + 1) <= target.smem_bytes:
+        while (most is None or main < most) and smem(main_stages=main + 1) <= capacity:
             main += 1
     fixed = smem(main_stages=0)
-    if ("main_stages" not in forced and main < 2) or smem(main_stages=main) > target.smem_bytes:
+    if ("main_stages" not in forced and main < 2) or smem(main_stages=main) > capacity:
         stage = smem(main_stages=2) - smem(main_stages=1)
         wanted = max(main, 2)
         lora = f", {_count(config.lora_stages, 'dedicated LoRA stage')}" if problem.rank else ""
         return (
             f"tile {config.tile_m}x{config.tile_n} on {_ctas(config.cluster)}{lora}: {fixed} B "
             f"without the main ring and {stage} B per main stage, so {wanted} main stages need "
-            f"{smem(main_stages=wanted)} of {target.smem_bytes} B"
+            f"{smem(main_stages=wanted)} of {capacity} B"
         )
     config = dataclasses.replace(config, main_stages=main)
     if design.grow_store and "store_stages" not in forced:
-        while smem(store_stages=store + 1) <= target.smem_bytes:
+        while smem(store_stages=store + 1) <= capacity:
             store += 1
     return dataclasses.replace(config, store_stages=store)
 
@@ -770,7 +790,7 @@ def _fit(
 def _cost(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """What the planner minimises. Comparable only between configurations of one design."""
     if design.private_layout:
-        return _v2_seconds(problem, target, config)
+        return _v2_seconds(design, problem, target, config)
     if not design.persistent:
         if problem.m is None:
             return abs(config.tile_m - 64)
@@ -808,16 +828,14 @@ def _seconds(design: Design, problem: Problem, target: Target, config: Config) -
     )
 
 
-def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
+def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """Wave model of sm90_v2, floored by DRAM traffic; constants and their source above.
 
     A step takes at least the share of the load latency that the ring leaves exposed. L2 traffic
     has no term: one CTA and a pair with half the activation reads measured the same.
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
-    where = schedule(
-        m, problem.n, config.tile_m, config.tile_n, config.cluster, target, problem.groups
-    )
+    where = _schedule(design, problem, config, target)
     path = budget.v2_path(problem)
     assert path is not None, problem
     columns = config.tile_m + _V2_FIXED_ROWS[path.name]
@@ -827,6 +845,7 @@ def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
     tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
     if problem.rank:
         tile += budget.lora_steps(problem, 64) * ranks
+    tile *= design.ctas_per_sm(config.tile_m)  # they share what the constants are rates of
     moved = budget.gemm_traffic(problem, m, private=True).total_bytes
     return max(where.waves * tile, moved / target.hbm_bytes_per_s)
 
@@ -885,7 +904,7 @@ def _why_tile(
     text = []
     for candidate in (found[0], other):
         c = candidate.config
-        where = schedule(m, problem.n, c.tile_m, c.tile_n, c.cluster, target, problem.groups)
+        where = _schedule(design, problem, c, target)
         cost = (
             f"{candidate.cost * 1e6:.1f} us computed"
             if design.persistent
@@ -909,19 +928,20 @@ def _why_main(
     forced: dict[str, int],
 ) -> str:
     name = _count(best.main_stages, "main stage")
+    capacity = design.capacity(target, best.tile_m)
     if "main_stages" in forced:
         return f"{name}: forced by the caller"
     if design.max_main_stages == best.main_stages and design.grow_main:
         return f"{name}: the most that the kernel takes"
     if design.max_main_stages == best.main_stages:
-        left = target.smem_bytes - smem()
-        return f"{name}: the design double-buffers; {left} of {target.smem_bytes} B stay unused"
+        left = capacity - smem()
+        return f"{name}: the design double-buffers; {left} of {capacity} B stay unused"
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before
     return (
-        f"{name}: one more needs {one_more} B and {target.smem_bytes - before} of "
-        f"{target.smem_bytes} B are left beside {_count(store, 'store stage')}"
+        f"{name}: one more needs {one_more} B and {capacity - before} of "
+        f"{capacity} B are left beside {_count(store, 'store stage')}"
     )
 
 
@@ -972,7 +992,7 @@ def _why_store(
     one_more = smem(store_stages=best.store_stages + 1) - smem()
     return (
         f"{name}: at least {design.min_store_stages}, then what the main ring leaves; one more "
-        f"needs {one_more} B and {target.smem_bytes - smem()} B are left"
+        f"needs {one_more} B and {design.capacity(target, best.tile_m) - smem()} B are left"
     )
 
 

@@ -19,6 +19,7 @@ PATHS = (
     Case("nvfp4"),
     Case("nvfp4", precision="fastest"),
     Case("int4"),
+    Case("int4", block=32),
 )
 # Where groups begin and end: tails, empty groups at each end and inside, rows of no group, one
 # group of all rows, none at all, more groups than lanes of a warp.
@@ -30,7 +31,8 @@ BOUNDS = (
     (0, 0, 0),
     (*range(0, 72, 2), 71),
 )
-SHAPES = ((264, 416), (77, 200), (128, 128), (8, 72))
+# K of whole 16 bytes of block scales, and not.
+SHAPES = ((264, 416), (77, 200), (128, 512), (8, 72))
 
 
 def cases():
