@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds, proves and times the package on a GPU machine, without network:
-#   bash bench/gpu_checks.sh OUT [build gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo]
+#   bash bench/gpu_checks.sh OUT [build selftest gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo]
 # Leaves JSON and logs in the folder OUT. Every step runs even if an earlier one failed; the exit
 # code is the number of failed steps.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
-steps=${*:-build gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo}
+steps=${*:-build selftest gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo}
 failed=0
 
 step() {
@@ -35,6 +35,7 @@ sanitize() {
 
 cd "$root"
 step build python3 -m pip install --no-build-isolation --no-deps .
+step selftest python3 -P -m jax_w4a4 selftest --json "$out/selftest.json"
 # The parity cells run once, in the next step.
 step gpu python3 -P -m pytest -m gpu tests -q -k "not Parity"
 step parity python3 -P tests/gpu_parity.py --jobs 16 --json "$out/parity.json"

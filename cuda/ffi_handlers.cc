@@ -12,6 +12,12 @@
 #include <vector>
 
 #include "plan.h"
+#include "sm100_down.h"
+#include "sm100_gemm.h"
+#include "sm100_quantize.h"
+#include "sm100_scales.h"
+#include "sm90_decode.h"
+#include "sm90_decode_quantize.h"
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
@@ -418,8 +424,9 @@ Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
                              {m, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
   W4A4_RETURN_IF_ERROR(
       Check("token_scale", b.token_scale, {DataType::F32}, {tokens}));
+  // sm90_decode works them out itself.
   return Check("rows", b.rows, {DataType::F32},
-               {n, kGemmV2RowInputBytes / 4});
+               {plan.IsDecode() ? 0 : n, kGemmV2RowInputBytes / 4});
 }
 
 // The private layout holds bf16 low-rank operands and results only.
@@ -430,7 +437,8 @@ Error CheckV2Types(const GemmBuffers& b) {
   return Check("lora_up", b.lora_up, {DataType::BF16}, {kAny, kAny});
 }
 
-WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
+WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w,
+                           int64_t rows) {
   WeightRowParams p = {};
   p.weight_scale = b.weight_scale.untyped_data();
   p.weight_global_scale = OptionalData(b.weight_global_scale);
@@ -439,8 +447,13 @@ WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w) {
   p.bias = OptionalData(b.bias);
   p.rows = w.rows.untyped_data();
   p.scale_dtype = ToDType(b.weight_scale.element_type());
-  p.n = Dim(b.weight, 0);
+  p.n = rows;
   return p;
+}
+
+// Weight rows that the launch before the gemm prepares.
+int64_t PreparedRows(const GemmBuffers& b, const PlanAttrs& plan) {
+  return plan.IsDecode() ? 0 : Dim(b.weight, 0);
 }
 
 Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
@@ -450,7 +463,7 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.scales = b.act_scale.untyped_data();
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
-  p.weight = WeightRows(b, w);
+  p.weight = WeightRows(b, w, PreparedRows(b, plan));
   p.m = Dim(b.act, 0);
   p.k_pad = static_cast<int>(spec.k_pad);
   p.block = static_cast<int>(spec.block_size);
@@ -477,9 +490,24 @@ void SetDown(DownV2Params* d, const QuantizeBuffers& q, const PlanAttrs& plan,
 // LoRA-down; what follows may run beside it.
 Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
            const SpecAttrs& spec, int device) {
+  if (Dim(q.lora_down, 1) == 0) return Error::Success();
+  if (plan.IsBlackwell()) {
+    Sm100DownParams d = {};
+    d.x = q.x.untyped_data();
+    d.lora_down = q.lora_down.untyped_data();
+    d.lora_act = q.lora_act.untyped_data();
+    d.m = Dim(q.x, 0);
+    d.k = static_cast<int>(spec.k);
+    d.rank = static_cast<int>(Dim(q.lora_down, 1));
+    d.stages = static_cast<int>(plan.down_stages);
+    d.off_barriers = static_cast<int>(plan.off_down_barriers);
+    d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
+    W4A4_CUDA(LaunchSm100Down(d, device, stream));
+    return Error::Success();
+  }
   DownV2Params d = {};
   SetDown(&d, q, plan, spec, Dim(q.lora_down, 1));
-  if (d.rank > 0) W4A4_CUDA(LaunchDownV2(d, device, stream));
+  W4A4_CUDA(LaunchDownV2(d, device, stream));
   return Error::Success();
 }
 
@@ -516,10 +544,24 @@ Error QuantizePublic(cudaStream_t stream, const QuantizeBuffers& q,
   return Error::Success();
 }
 
-// LoRA-down, then beside it the quantizer of the private layout.
+// LoRA-down, then beside it the quantizer of the private layout; or both in one
+// launch.
 Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const GemmBuffers& b, const PrivateBuffers& w,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  if (plan.QuantizerIsDecode()) {
+    DecodeQuantizeParams p = {};
+    SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
+    p.beside = false;
+    p.act = w.act.untyped_data();
+    p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
+    p.scale_dtype = ToDType(b.weight_scale.element_type());
+    p.lora_down = q.lora_down.untyped_data();
+    p.lora_act = q.lora_act.untyped_data();
+    p.rank = static_cast<int>(Dim(q.lora_down, 1));
+    W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, stream));
+    return Error::Success();
+  }
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   QuantizeV2Params p = {};
   SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
@@ -527,7 +569,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   p.block = static_cast<int>(spec.block_size);
-  p.weight = WeightRows(b, w);
+  p.weight = WeightRows(b, w, PreparedRows(b, plan));
   W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
   return Error::Success();
 }
@@ -580,9 +622,65 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
                   p.smem.total_bytes, cluster);
 }
 
-// From x, without the public layout: q.packed and q.scales are empty.
+Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
+             const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  DecodeParams p = {};
+  p.act = w.act.untyped_data();
+  p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.row_inputs = WeightRows(b, w, Dim(b.weight, 0));
+  p.lora_act = b.lora_act.untyped_data();
+  p.lora_up = b.lora_up.untyped_data();
+  p.out = b.out.untyped_data();
+  p.m = Dim(b.out, 0);
+  p.n = Dim(b.out, 1);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(Dim(b.lora_up, 1));
+  p.tile_n = static_cast<int>(plan.tile_n);
+  p.stages = static_cast<int>(plan.main_stages);
+  p.smem = GetDecodeSmem(plan);
+
+  const int tile_m = static_cast<int>(plan.tile_m);
+  if (p.m > tile_m) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: kernel sm90_decode takes up to tile_m=" +
+                     std::to_string(tile_m) + " rows, got " +
+                     std::to_string(p.m));
+  }
+  const LaunchResult done =
+      LaunchDecode(plan.V2Path(), tile_m, p,
+                   g_dependent_launch.load(std::memory_order_relaxed), device,
+                   stream);
+  if (done.detail != nullptr) {
+    return Error(ErrorCode::kInternal,
+                 std::string("jax_w4a4: the driver refused a tensor map of ") +
+                     done.detail);
+  }
+  if (done.code != cudaSuccess) return CudaError("gemm sm90_decode", done.code);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {DecodeKernel(plan.V2Path(), tile_m, p.tile_n),
+            device,
+            static_cast<unsigned>(done.grid),
+            1,
+            kDecodeThreads,
+            p.smem.total_bytes,
+            1};
+  return Error::Success();
+}
+
+// The gemm of a plan that reads the private layout.
+Error PrivateGemm(cudaStream_t stream, const GemmBuffers& b,
+                  const PrivateBuffers& w, const PlanAttrs& plan,
+                  const SpecAttrs& spec, int device) {
+  return plan.IsDecode() ? Decode(stream, b, w, plan, spec, device)
+                         : GemmV2(stream, b, w, plan, spec, device);
+}
+
+// From x, straight into the gemm's layout: q.scales is empty, q.packed has
+// `packed_rows`.
 Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
-                 const PlanAttrs& plan, const SpecAttrs& spec) {
+                 int64_t packed_rows, const PlanAttrs& plan,
+                 const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   const int64_t rank = Dim(g.lora_up, 1);
   W4A4_RETURN_IF_ERROR(Check("x", q.x, kFloats, {kAny, spec.k}));
@@ -596,7 +694,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
         Check("lora_act", q.lora_act, {DataType::BF16}, {m, rank}));
   }
   W4A4_RETURN_IF_ERROR(
-      Check("packed", q.packed, {DataType::U8}, {0, spec.k_pad / 2}));
+      Check("packed", q.packed, {DataType::U8}, {packed_rows, spec.k_pad / 2}));
   W4A4_RETURN_IF_ERROR(CheckScales("scales", q.scales, 0, spec));
   W4A4_RETURN_IF_ERROR(
       Check("packed", g.weight, {DataType::U8}, {kAny, spec.k_pad / 2}));
@@ -606,7 +704,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
   W4A4_RETURN_IF_ERROR(Check("lora_up", g.lora_up, kFloats, {n, kAny}));
   W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", g.channel_scale, n));
   W4A4_RETURN_IF_ERROR(CheckOptional("bias", g.bias, n));
-  W4A4_RETURN_IF_ERROR(Check("result", g.out, {DataType::BF16}, {m, n}));
+  W4A4_RETURN_IF_ERROR(Check("result", g.out, kFloats, {m, n}));
   W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
   return CheckGemmRegions(plan, spec, rank);
 }
@@ -616,15 +714,15 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
                const PlanAttrs& plan, const SpecAttrs& spec) {
   const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
   int device = 0;
-  if (plan.QuantizerIsV2()) {
-    W4A4_RETURN_IF_ERROR(CheckFused(q, g, plan, spec));
+  if (plan.QuantizerIsPrivate()) {
+    W4A4_RETURN_IF_ERROR(CheckFused(q, g, 0, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckV2Types(g));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckDevice(
         plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(QuantizeFused(stream, q, g, w, plan, spec, device));
-    return GemmV2(stream, g, w, plan, spec, device);
+    return PrivateGemm(stream, g, w, plan, spec, device);
   }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
@@ -634,7 +732,151 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   if (m == 0 || n == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
   W4A4_RETURN_IF_ERROR(Repack(stream, g, w, plan, spec));
-  return GemmV2(stream, g, w, plan, spec, device);
+  return PrivateGemm(stream, g, w, plan, spec, device);
+}
+
+// ---------------------------------------------------------------------------
+// Kernel sm100_v2: operands -> launches
+// ---------------------------------------------------------------------------
+
+// Scale factors as the tensor core reads them; results of the call.
+struct AtomBuffers {
+  AnyBuffer act, weight;
+};
+
+Error CheckSm100(const GemmBuffers& b, const AtomBuffers& w, int64_t m,
+                 int64_t n, const SpecAttrs& spec) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;
+  const int64_t atoms =
+      Sm100Atoms(spec.k_pad, static_cast<int>(spec.block_size));
+  if (m > kMost || n > kMost ||
+      std::max(Sm100AtomTiles(m), Sm100AtomTiles(n)) * atoms > kMost) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: kernel sm100_v2 takes fewer than 2^31 rows and scale "
+                 "atoms, got " +
+                     std::to_string(m) + " and " + std::to_string(n) +
+                     " rows with " + std::to_string(atoms) +
+                     " atoms for each 128");
+  }
+  W4A4_RETURN_IF_ERROR(Check("act_atoms", w.act, {DataType::U8},
+                             {Sm100AtomTiles(m) * atoms, kSm100AtomBytes}));
+  W4A4_RETURN_IF_ERROR(Check("weight_atoms", w.weight, {DataType::U8},
+                             {Sm100AtomTiles(n) * atoms, kSm100AtomBytes}));
+  W4A4_RETURN_IF_ERROR(
+      Check("result", b.out, {DataType::BF16, DataType::F16}, {m, n}));
+  if (Dim(b.lora_up, 1) == 0) return Error::Success();
+  return Check("lora_up", b.lora_up, {DataType::BF16, DataType::F16},
+               {kAny, kAny});
+}
+
+Error Sm100Scales(cudaStream_t stream, const GemmBuffers& b,
+                  const AtomBuffers& w, const SpecAttrs& spec) {
+  Sm100ScalesParams p = {};
+  p.act_scale = static_cast<const uint8_t*>(b.act_scale.untyped_data());
+  p.weight_scale = static_cast<const uint8_t*>(b.weight_scale.untyped_data());
+  p.act_atoms = static_cast<uint8_t*>(w.act.untyped_data());
+  p.weight_atoms = static_cast<uint8_t*>(w.weight.untyped_data());
+  p.m = Dim(b.out, 0);
+  p.n = Dim(b.out, 1);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.block = static_cast<int>(spec.block_size);
+  W4A4_CUDA(LaunchSm100Scales(p, stream));
+  return Error::Success();
+}
+
+// LoRA-down, then beside it the quantizer, which leaves both sets of atoms.
+Error QuantizeSm100(cudaStream_t stream, const QuantizeBuffers& q,
+                    const GemmBuffers& b, const AtomBuffers& w,
+                    const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
+  Sm100QuantizeParams p = {};
+  SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
+  p.packed = q.packed.untyped_data();
+  p.act_atoms = static_cast<uint8_t*>(w.act.untyped_data());
+  p.weight_scale = static_cast<const uint8_t*>(b.weight_scale.untyped_data());
+  p.weight_atoms = static_cast<uint8_t*>(w.weight.untyped_data());
+  p.n = Dim(b.weight, 0);
+  W4A4_CUDA(LaunchSm100Quantize(static_cast<Format>(spec.format), p, stream));
+  return Error::Success();
+}
+
+Error GemmSm100(cudaStream_t stream, const GemmBuffers& b, const AtomBuffers& w,
+                const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  Sm100GemmParams p = {};
+  p.act = static_cast<const uint8_t*>(b.act.untyped_data());
+  p.act_scale = static_cast<const uint8_t*>(w.act.untyped_data());
+  p.act_global_scale = OptionalData(b.act_global_scale);
+  p.lora_act = b.lora_act.untyped_data();
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.weight_scale = static_cast<const uint8_t*>(w.weight.untyped_data());
+  p.weight_global_scale = OptionalData(b.weight_global_scale);
+  p.lora_up = b.lora_up.untyped_data();
+  p.channel_scale = OptionalData(b.channel_scale);
+  p.bias = OptionalData(b.bias);
+  p.out = b.out.untyped_data();
+  p.m = Dim(b.out, 0);
+  p.n = Dim(b.out, 1);
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(Dim(b.lora_up, 1));
+  p.stages = static_cast<int>(plan.main_stages);
+  p.store_stages = static_cast<int>(plan.store_stages);
+  p.group_m = static_cast<int>(plan.group_m);
+  p.lora_dtype = ToDType(b.lora_up.element_type());
+  p.out_dtype = ToDType(b.out.element_type());
+  p.smem = GetSm100GemmSmem(plan);
+
+  const Format format = static_cast<Format>(spec.format);
+  const int group = static_cast<int>(plan.cluster);
+  const int tile_n = static_cast<int>(plan.tile_n);
+  const LaunchResult done =
+      LaunchSm100Gemm(format, group, tile_n, p,
+                      g_dependent_launch.load(std::memory_order_relaxed), device,
+                      stream);
+  if (done.detail != nullptr) {
+    return Error(ErrorCode::kInternal,
+                 std::string("jax_w4a4: the driver refused a tensor map of ") +
+                     done.detail);
+  }
+  if (done.code != cudaSuccess) return CudaError("gemm sm100_v2", done.code);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {Sm100GemmKernel(format, group, tile_n),
+            device,
+            static_cast<unsigned>(done.grid),
+            1,
+            kSm100Threads,
+            p.smem.total_bytes,
+            group};
+  return Error::Success();
+}
+
+Error MatmulSm100(cudaStream_t stream, const QuantizeBuffers& q,
+                  const GemmBuffers& g, const AtomBuffers& w,
+                  const PlanAttrs& plan, const SpecAttrs& spec) {
+  const int64_t m = Dim(q.x, 0), n = Dim(g.weight, 0);
+  int device = 0;
+  if (plan.QuantizerIsSm100()) {
+    W4A4_RETURN_IF_ERROR(CheckFused(q, g, m, plan, spec));
+    W4A4_RETURN_IF_ERROR(CheckSm100(g, w, m, n, spec));
+    W4A4_RETURN_IF_ERROR(CheckDevice(
+        plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(QuantizeSm100(stream, q, g, w, plan, spec, device));
+    return GemmSm100(stream, g, w, plan, spec, device);
+  }
+  W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckSm100(g, w, m, n, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(
+      plan, std::max(plan.smem_bytes, plan.q_smem_bytes), &device));
+  if (m == 0 || n == 0) return Error::Success();
+  W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
+  W4A4_RETURN_IF_ERROR(Sm100Scales(stream, g, w, spec));
+  return GemmSm100(stream, g, w, plan, spec, device);
+}
+
+// Results of a call after y, as many as its kernel's plan has.
+size_t ResultCount(const PlanAttrs& plan, size_t v1, size_t v2, size_t sm100) {
+  return plan.IsPrivate() ? v2 : plan.IsSm100() ? sm100 : v1;
 }
 
 // ---------------------------------------------------------------------------
@@ -870,17 +1112,25 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
   W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
-  W4A4_RETURN_IF_ERROR(GetResults(rets, plan.IsV2() ? 3 : 0, &r));
+  W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 0, 3, 2), &r));
   W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
-  if (plan.IsV2()) {
+  if (plan.IsPrivate()) {
     const PrivateBuffers w = {r[0], r[1], r[2]};
     const int64_t m = Dim(act, 0), n = Dim(weight, 0);
     W4A4_RETURN_IF_ERROR(CheckV2Types(b));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(Repack(stream, b, w, plan, spec));
-    return GemmV2(stream, b, w, plan, spec, device);
+    return PrivateGemm(stream, b, w, plan, spec, device);
+  }
+  if (plan.IsSm100()) {
+    const AtomBuffers w = {r[0], r[1]};
+    const int64_t m = Dim(act, 0), n = Dim(weight, 0);
+    W4A4_RETURN_IF_ERROR(CheckSm100(b, w, m, n, spec));
+    if (m == 0 || n == 0) return Error::Success();
+    W4A4_RETURN_IF_ERROR(Sm100Scales(stream, b, w, spec));
+    return GemmSm100(stream, b, w, plan, spec, device);
   }
   // Alone in its handler: XLA may have put any kernel before it, so no
   // dependent launch.
@@ -897,15 +1147,18 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
   W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
-  W4A4_RETURN_IF_ERROR(GetResults(rets, plan.IsV2() ? 6 : 3, &r));
+  W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 3, 6, 5), &r));
   const QuantizeBuffers q = {x,    smooth, act_global_scale, lora_down,
                              r[0], r[1],   r[2]};
   const GemmBuffers g = {
       r[0],   r[1],         act_global_scale,    r[2],
       weight, weight_scale, weight_global_scale, lora_up,
       channel_scale, bias, *out};
-  if (plan.IsV2()) {
+  if (plan.IsPrivate()) {
     return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
+  }
+  if (plan.IsSm100()) {
+    return MatmulSm100(stream, q, g, {r[3], r[4]}, plan, spec);
   }
   int device = 0;
   if (plan.QuantizerIsPublic()) {
@@ -1039,7 +1292,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
-        .RemainingRets()        // sm90_v2: act, token_scale, rows
+        .RemainingRets()  // sm90_v2: act, token_scale, rows; sm100_v2: both atoms
         .Attr<PlanAttrs>("plan")
         .Attr<SpecAttrs>("spec"),
     {ffi::Traits::kCmdBufferCompatible});
@@ -1059,7 +1312,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
-        // Workspace: packed, scales, lora_act; sm90_v2: act, token_scale, rows.
+        // Workspace: packed, scales, lora_act; sm90_v2: act, token_scale, rows;
+        // sm100_v2: act_atoms, weight_atoms.
         .RemainingRets()
         .Attr<PlanAttrs>("plan")
         .Attr<SpecAttrs>("spec"),

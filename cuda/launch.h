@@ -8,6 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include "launch_result.h"
+
 namespace jax_w4a4 {
 
 // Raises a kernel's dynamic shared-memory limit on `device`, the current one, if
@@ -32,10 +34,10 @@ inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   return attribute;
 }
 
-// How many clusters run at once; asked once per kernel and device. For kernels
-// whose registers, not shared memory, decide how many CTAs an SM takes.
-// Returns a cudaError_t.
-inline int GetClusters(const void* kernel, int cluster, int threads,
+// How many clusters of a persistent kernel run at once; asked once per kernel and
+// device. Registers allow one CTA per SM, so less shared memory than `smem_bytes`
+// never fits more. Returns a cudaError_t.
+inline int MaxClusters(const void* kernel, int cluster, int threads,
                        int smem_bytes, int device, int* clusters) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int> table;
@@ -56,6 +58,27 @@ inline int GetClusters(const void* kernel, int cluster, int threads,
   }
   *clusters = known;
   return known > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+// A persistent kernel with one argument. `dependent`: it may start while the launch
+// before it on the stream still runs.
+inline LaunchResult LaunchClusters(const void* kernel, void* argument,
+                                   int clusters, int cluster, int threads,
+                                   int smem_bytes, bool dependent,
+                                   cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2] = {ClusterAttribute(cluster), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(clusters * cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  void* args[] = {argument};
+  return {cudaLaunchKernelExC(&config, kernel, args), nullptr,
+          clusters * cluster};
 }
 
 }  // namespace jax_w4a4

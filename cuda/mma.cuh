@@ -21,6 +21,16 @@ __device__ __forceinline__ void LoadMatrixX4(uint32_t (&r)[4],
       : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void LoadMatrixX4Trans(uint32_t (&r)[4],
+                                                  uint32_t address) {
+  asm volatile(
+      "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+      : "r"(address)
+      : "memory");
+}
+
 // d(16x8, fp32) += a(16x16, bf16, row major) * b(16x8, bf16, column major).
 __device__ __forceinline__ void MmaBf16(float (&d)[4], const uint32_t (&a)[4],
                                         uint32_t b0, uint32_t b1) {

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 
+#include "sm100_down.h"
+#include "sm90_decode_quantize.h"
 #include "sm90_down_v2.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
@@ -179,6 +181,94 @@ ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckSm100Attrs(const PlanAttrs& p, const SpecAttrs& s) {
+  if (Sm100GemmKernel(static_cast<Format>(s.format),
+                      static_cast<int>(p.cluster),
+                      static_cast<int>(p.tile_n)) == nullptr ||
+      p.tile_m != kSm100AtomRows * p.cluster || p.tile_k != kSm100StageK ||
+      p.threads != kSm100Threads || p.main_stages < 2 || p.lora_stages != 0 ||
+      p.store_stages < 2 || p.group_m < 1 || p.path != 0 || p.promote_k != 0) {
+    return Invalid("kernel sm100_v2 can't run format ", s.format, ", tile (",
+                   p.tile_m, ", ", p.tile_n, ", ", p.tile_k, "), cluster ",
+                   p.cluster, ", group_m ", p.group_m, ", ", p.threads,
+                   " threads, stages main ", p.main_stages, " lora ",
+                   p.lora_stages, " store ", p.store_stages, ", path ", p.path,
+                   ", promote_k ", p.promote_k,
+                   "; expected format 0 | 1, a compiled cluster and tile_n, "
+                   "tile_m 128 x cluster, tile_k ", kSm100StageK,
+                   ", group_m >= 1, ", kSm100Threads,
+                   " threads, stages main 2.. lora 0 store 2.., path 0, "
+                   "promote_k 0");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckSm100Regions(const PlanAttrs& p, const SpecAttrs& s,
+                             int64_t rank) {
+  if (rank % 8 != 0) {
+    return Precondition("kernel sm100_v2 takes ranks that are a multiple of 8, "
+                        "lora_up has rank ", rank);
+  }
+  const int block = static_cast<int>(s.block_size);
+  const int64_t scales = Sm100StageAtoms(block) * kSm100AtomBytes;
+  const int64_t barriers = Sm100BarrierBytes(
+      static_cast<int>(p.main_stages), static_cast<int>(p.tile_n), block);
+  // 1024: the swizzle of 128-byte rows repeats every eight of them.
+  const Region regions[] = {
+      {"act", p.off_act, p.bytes_act, kSm100AtomRows * kSm100RowBytes,
+       p.main_stages, 1024},
+      {"weight", p.off_weight, p.bytes_weight,
+       p.tile_n / p.cluster * kSm100RowBytes, p.main_stages, 1024},
+      {"act_scale", p.off_act_scale, p.bytes_act_scale, scales, p.main_stages},
+      {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
+       scales * Sm100AtomTiles(p.tile_n), p.main_stages},
+      {"store", p.off_store, p.bytes_store, kSm100StoreBytes, p.store_stages,
+       1024},
+      {"aux", p.off_aux, p.bytes_aux, p.tile_n * 2 * 4, 1},
+      // The barriers only have to fit: the plan rounds them up.
+      {"barriers", p.off_barriers, p.bytes_barriers,
+       std::max(p.bytes_barriers, barriers), 1},
+  };
+  for (const Region& r : regions) {
+    if (ffi::Error e = CheckRegion(r, p.smem_bytes); e.failure()) return e;
+  }
+  for (const Region& a : regions) {
+    for (const Region& b : regions) {
+      if (&a < &b && Overlap(a, b)) {
+        return Precondition("plan lets ", a.name, " overlap ", b.name);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
+  if (!IsGemmV2Path(p.path) || !PathTakes(p.V2Path(), s) ||
+      DecodeKernel(p.V2Path(), static_cast<int>(p.tile_m),
+                   static_cast<int>(p.tile_n)) == nullptr) {
+    return Invalid("kernel sm90_decode has no path ", p.path, " for format ",
+                   s.format, " with block_size=", s.block_size, " k_pad=",
+                   s.k_pad, " and tile (", p.tile_m, ", ", p.tile_n,
+                   "); expected tile_n a multiple of 8 up to ",
+                   kDecodeMaxTileN, " and a compiled path and tile_m");
+  }
+  if (p.tile_k != DecodeTileK(p.tile_n) || p.cluster != 1 ||
+      p.threads != kDecodeThreads || p.main_stages < 2 ||
+      p.main_stages > kDecodeMaxStages || p.lora_stages != 0 ||
+      p.store_stages != 1 || p.group_m != 0 || p.promote_k != 0) {
+    return Invalid("kernel sm90_decode can't run tile_k ", p.tile_k,
+                   " with tile_n ", p.tile_n, ", cluster ", p.cluster,
+                   ", group_m ", p.group_m, ", promote_k ", p.promote_k, ", ",
+                   p.threads, " threads, stages main ", p.main_stages,
+                   " lora ", p.lora_stages, " store ", p.store_stages,
+                   "; expected tile_k ", DecodeTileK(p.tile_n),
+                   ", cluster 1, group_m and promote_k 0, ", kDecodeThreads,
+                   " threads, stages main 2..", kDecodeMaxStages,
+                   " lora 0 store 1");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error CheckV1Regions(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
   const bool int4 = s.format == static_cast<int64_t>(Format::kInt4);
@@ -293,6 +383,63 @@ ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
+                              int64_t rank) {
+  if (rank % 16 != 0 || rank > kGemmV2MaxRank) {
+    return Precondition("kernel sm90_decode takes ranks that are a multiple of "
+                        "16 up to ", kGemmV2MaxRank, ", lora_up has rank ",
+                        rank);
+  }
+  const int64_t ring = p.stage_bytes * p.main_stages;
+  const int64_t slab = DecodeSlabBytes(p.tile_m, p.tile_n);
+  // 1024: the swizzle of 128-byte rows repeats every eight of them.
+  const Region slot[] = {
+      {"weight", p.off_weight, p.bytes_weight, DecodeWeightBytes(p.tile_n), 1,
+       1024},
+      {"act", p.off_act, p.bytes_act,
+       DecodeActBytes(p.V2Path(), p.tile_m, p.tile_n), 1, 1024},
+  };
+  const Region whole[] = {
+      {"main ring", 0, ring, ring, 1, 1024},
+      {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
+       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad), 1},
+      {"act_scale", p.off_act_scale, p.bytes_act_scale,
+       GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
+      {"lora_act", p.off_lora_act, p.bytes_lora_act, rank > 0 ? slab : 0, 1},
+      {"aux", p.off_aux, p.bytes_aux, p.tile_n * kGemmV2RowInputBytes, 1},
+      {"barriers", p.off_barriers, p.bytes_barriers, 16 * p.main_stages, 1},
+      // Over the ring, once that is through, never over the others.
+      {"store", p.off_store, p.bytes_store,
+       slab * DecodeShapeOf(p.tile_n).k_groups, 1},
+  };
+  if (p.stage_bytes < 1 || p.stage_bytes % 1024 != 0 ||
+      p.stage_bytes > p.smem_bytes) {
+    return Precondition("plan has ", p.stage_bytes, " bytes per stage of ",
+                        p.smem_bytes, "; expected a multiple of 1024, inside");
+  }
+  if (p.off_weight != 0) {
+    return Precondition("plan puts weight at offset ", p.off_weight,
+                        " of a stage; the kernel has it at 0");
+  }
+  for (const Region& r : slot) {
+    if (ffi::Error e = CheckRegion(r, p.stage_bytes); e.failure()) return e;
+  }
+  if (Overlap(slot[0], slot[1])) {
+    return Precondition("plan lets weight overlap act");
+  }
+  for (const Region& a : whole) {
+    if (a.needed == 0) continue;
+    if (ffi::Error e = CheckRegion(a, p.smem_bytes); e.failure()) return e;
+    for (const Region& b : whole) {
+      const bool alias_ok = &a == &whole[0] && &b == &whole[6];
+      if (&a < &b && b.needed != 0 && !alias_ok && Overlap(a, b)) {
+        return Precondition("plan lets ", a.name, " overlap ", b.name);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
@@ -310,38 +457,68 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
       return Invalid("plan holds ", value, "; expected 0 <= value < 2^31");
     }
   }
-  const bool v2 = p.IsV2() || p.IsGrouped();
-  if (!v2 && p.kernel != static_cast<int64_t>(KernelId::kSm90V1)) {
+  const bool blackwell = p.IsBlackwell();
+  if (!p.IsV1() && !p.IsPrivate() && !p.IsSm100()) {
     return Precondition("plan asks for kernel ", p.kernel,
-                        ", this build holds only kernels 1 (sm90_v1), 3 "
-                        "(sm90_v2) and 5 (sm90_grouped)");
+                        "; expected 1 (sm90_v1), 3 (sm90_v2), 4 "
+                        "(sm90_decode), 5 (sm90_grouped), 10 (sm100_v1) or 2 (sm100_v2)");
   }
-  if (p.cc != 90) {
-    return Precondition("plan made for sm_", p.cc, ", kernel ",
-                        v2 ? V2Name(p) : "sm90_v1", " runs on sm_90 only");
+  if (blackwell && !kBuiltForSm100) {
+    return Precondition("plan asks for kernel ", p.kernel,
+                        ", this build has no code for sm_100; rebuild with nvcc "
+                        "12.9 or newer and JAX_W4A4_CUDA_ARCHS=90a;100a;103a");
+  }
+  if (blackwell ? p.cc != 100 && p.cc != 103 : p.cc != 90) {
+    return Precondition("plan made for sm_", p.cc, ", kernel ", p.kernel,
+                        " runs on ", blackwell ? "sm_100 and sm_103" : "sm_90",
+                        " only");
   }
   if (ffi::Error error = CheckSpec(s); error.failure()) return error;
-  return v2 ? CheckV2Attrs(p, s) : CheckV1Attrs(p);
+  if (p.IsDecode()) return CheckDecodeAttrs(p, s);
+  if (p.HasV2Roles()) return CheckV2Attrs(p, s);
+  return p.IsSm100() ? CheckSm100Attrs(p, s) : CheckV1Attrs(p);
 }
 
 ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
                             int64_t rank) {
-  return p.IsV2() || p.IsGrouped() ? CheckV2Regions(p, rank) : CheckV1Regions(p, s, rank);
+  if (p.IsDecode()) return CheckDecodeRegions(p, s, rank);
+  if (p.HasV2Roles()) return CheckV2Regions(p, rank);
+  return p.IsSm100() ? CheckSm100Regions(p, s, rank) : CheckV1Regions(p, s, rank);
 }
 
 namespace {
 
-// Quantizers 2 and 3, which hold a token in registers and leave LoRA-down to a
+// LoRA-down for Blackwell.
+ffi::Error CheckSm100Down(const PlanAttrs& p) {
+  const int64_t ring = kSm100DownStageBytes * p.down_stages;
+  if (p.down_cluster == 1 && p.down_stages >= 2 &&
+      p.off_down_barriers % 8 == 0 && p.off_down_barriers >= ring &&
+      p.off_down_barriers + 16 * p.down_stages <= p.down_smem_bytes) {
+    return ffi::Error::Success();
+  }
+  return Precondition("plan gives LoRA-down cluster ", p.down_cluster, ", ",
+                      p.down_stages, " stages, barriers at ",
+                      p.off_down_barriers, " of ", p.down_smem_bytes,
+                      " bytes; it needs cluster 1, 2.. stages, barriers behind ",
+                      ring, " bytes of ring");
+}
+
+// Quantizers 2 to 4, which hold a token in registers and leave LoRA-down to a
 // launch of its own.
 ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                int64_t rank) {
-  if (p.QuantizerIsV2() != (p.IsV2() || p.IsGrouped()) || s.k % 8 != 0 || rank % 16 != 0 || rank > kDownV2MaxRank ||
+  const int64_t ranks = p.IsBlackwell() ? 8 : 16;
+  const int64_t most = p.IsBlackwell()
+                           ? std::numeric_limits<int32_t>::max()
+                           : static_cast<int64_t>(kDownV2MaxRank);
+  if (p.QuantizerIsV2() != p.IsPrivate() || p.QuantizerIsSm100() != p.IsSm100() ||
+      s.k % 8 != 0 || rank % ranks != 0 || rank > most ||
       (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
-        "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernel "
-        "sm90_v2 or sm90_grouped and 3 without one, rank a multiple of 16 up to ",
-        kDownV2MaxRank, ", LoRA-down on x; got kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
-        s.lora_smoothed);
+        "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernels "
+        "sm90_v2, sm90_decode and sm90_grouped, 4 before sm100_v2 and 3 without one, rank a multiple of ",
+        ranks, " up to ", most, ", LoRA-down on x; got kernel ", p.kernel, ", k ",
+        s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
   }
   const bool compiled = HasTokenQuantizer(p.q_lane_chunks, p.q_warps);
   if (!compiled || s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) ||
@@ -359,6 +536,7 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                : Precondition("plan launches LoRA-down, but "
                                               "lora_down has rank 0");
   }
+  if (p.IsBlackwell()) return CheckSm100Down(p);
   const int64_t ring = DownV2StageBytes(rank) * p.down_stages;
   const int64_t barriers = 16 * p.down_stages;
   if (p.down_cluster < 1 || p.down_cluster > kDownV2MaxCluster ||
@@ -376,13 +554,44 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
+// Quantizer 4: like them, LoRA-down in the same launch.
+ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
+                                int64_t rank) {
+  if (!p.IsDecode() || s.k % 8 != 0 || rank % 16 != 0 ||
+      rank > kGemmV2MaxRank || (rank > 0 && s.lora_smoothed != 0)) {
+    return Precondition(
+        "quantizer 5 belongs to kernel sm90_decode and takes k a multiple of 8, "
+        "rank a multiple of 16 up to ", kGemmV2MaxRank, ", LoRA-down on x; got "
+        "kernel ", p.kernel, ", k ", s.k, ", rank ", rank, ", lora_smoothed ",
+        s.lora_smoothed);
+  }
+  if (!HasDecodeQuantizer(p.q_lane_chunks, p.q_warps) ||
+      s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) || p.q_rows != 1 ||
+      p.q_chunk_k != s.k_pad || p.q_threads != 32 * p.q_warps ||
+      p.q_smem_bytes != 0 ||
+      p.down_cluster != (rank > 0 ? kDecodeDownCluster : 0) ||
+      p.down_stages != 0 || p.down_smem_bytes != 0) {
+    return Precondition(
+        "plan gives quantizer 5 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
+        p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
+        " warps and ", p.q_lane_chunks, " lane chunks for k ", s.k,
+        ", LoRA-down cluster ", p.down_cluster, ", ", p.down_stages,
+        " stages and ", p.down_smem_bytes, " bytes; it needs one row, lane chunks "
+        "and warps 2 and 8, 4 and 8, 8 and 8 or 8 and 16 that hold k, all of k in "
+        "one chunk, no dynamic shared memory, cluster ",
+        rank > 0 ? kDecodeDownCluster : 0);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
-  if (p.QuantizerIsV2() || p.QuantizerIsPublic()) {
+  if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);
   }
+  if (p.QuantizerIsDecode()) return CheckDecodeQuantizer(p, s, rank);
   const int64_t needed = QuantizeSmemBytes(rank > 0);
   if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
       p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||
@@ -417,6 +626,22 @@ GemmV2Smem GetGemmV2Smem(const PlanAttrs& p) {
   return {static_cast<int>(p.off_weight),   static_cast<int>(p.off_lora_up),
           static_cast<int>(p.off_store),    static_cast<int>(p.off_act_scale),
           static_cast<int>(p.off_barriers), static_cast<int>(p.stage_bytes),
+          static_cast<int>(p.smem_bytes)};
+}
+
+Sm100GemmSmem GetSm100GemmSmem(const PlanAttrs& p) {
+  return {static_cast<int>(p.off_act),          static_cast<int>(p.off_weight),
+          static_cast<int>(p.off_act_scale),
+          static_cast<int>(p.off_weight_scale), static_cast<int>(p.off_store),
+          static_cast<int>(p.off_aux),          static_cast<int>(p.off_barriers),
+          static_cast<int>(p.smem_bytes)};
+}
+
+DecodeSmem GetDecodeSmem(const PlanAttrs& p) {
+  return {static_cast<int>(p.off_act),       static_cast<int>(p.off_weight_scale),
+          static_cast<int>(p.off_aux),       static_cast<int>(p.off_act_scale),
+          static_cast<int>(p.off_store),     static_cast<int>(p.off_lora_act),
+          static_cast<int>(p.off_barriers),  static_cast<int>(p.stage_bytes),
           static_cast<int>(p.smem_bytes)};
 }
 

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "sm100_gemm.h"
+#include "sm90_decode.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
 #include "sm90_grouped.h"
@@ -20,10 +22,18 @@ enum class KernelId : int64_t {
   kSm90V1 = 1,
   kSm100V2 = 2,
   kSm90V2 = 3,
+  kSm90Decode = 4,
   kSm90Grouped = 5,
+  kSm100V1 = 10,
 };
 // Values of PlanAttrs::q_kernel.
-enum class QuantizerId : int64_t { kV1 = 1, kV2 = 2, kPublic = 3 };
+enum class QuantizerId : int64_t {
+  kV1 = 1,
+  kV2 = 2,
+  kPublic = 3,
+  kSm100 = 4,
+  kDecode = 5,
+};
 
 struct PlanAttrs {
   int64_t schema, kernel, cc;
@@ -31,7 +41,7 @@ struct PlanAttrs {
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
   // m tiles per sweep over n; 0 where the hardware orders the tiles.
   int64_t group_m;
-  // sm90_v2 and sm90_grouped: a GemmV2Path; 0 otherwise.
+  // Kernels with the roles of sm90_v2, sm90_decode: a GemmV2Path; 0 otherwise.
   int64_t path;
   // K elements that kMxfp4Promoted adds up in the tensor core; 0 otherwise.
   int64_t promote_k;
@@ -44,25 +54,41 @@ struct PlanAttrs {
   int64_t bytes_weight, bytes_act, bytes_weight_scale, bytes_act_scale,
       bytes_lora_up, bytes_lora_act, bytes_aux, bytes_store, bytes_barriers;
   int64_t q_kernel, q_rows, q_chunk_k, q_threads, q_smem_bytes;
-  // Quantizer 2: warps that hold a token, pieces of eight values per lane; its
+  // Quantizers 2 to 4: warps that hold a token, pieces of eight values per lane; its
   // launch of LoRA-down, 0 without one.
   int64_t q_warps, q_lane_chunks, down_cluster, down_stages, down_smem_bytes,
       off_down_barriers;
 
-  bool IsV2() const {
-    return kernel == static_cast<int64_t>(KernelId::kSm90V2);
-  }
-  bool IsGrouped() const {
-    return kernel == static_cast<int64_t>(KernelId::kSm90Grouped);
-  }
+  bool Is(KernelId id) const { return kernel == static_cast<int64_t>(id); }
+  // GEMM v1, the same code on every architecture.
+  bool IsV1() const { return Is(KernelId::kSm90V1) || Is(KernelId::kSm100V1); }
+  bool IsV2() const { return Is(KernelId::kSm90V2); }
+  bool IsGrouped() const { return Is(KernelId::kSm90Grouped); }
+  // Kernels made of the roles of sm90_v2.
+  bool HasV2Roles() const { return IsV2() || IsGrouped(); }
+  bool IsDecode() const { return Is(KernelId::kSm90Decode); }
+  // Kernels that read activations in the layout of sm90_v2.
+  bool IsPrivate() const { return HasV2Roles() || IsDecode(); }
+  bool IsSm100() const { return Is(KernelId::kSm100V2); }
   // Valid once CheckAttrs has passed, as all that follows.
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }
   bool QuantizerIsV2() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kV2);
   }
+  bool QuantizerIsDecode() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kDecode);
+  }
+  // Quantizers that write the private layout from x.
+  bool QuantizerIsPrivate() const {
+    return QuantizerIsV2() || QuantizerIsDecode();
+  }
   bool QuantizerIsPublic() const {
     return q_kernel == static_cast<int64_t>(QuantizerId::kPublic);
   }
+  bool QuantizerIsSm100() const {
+    return q_kernel == static_cast<int64_t>(QuantizerId::kSm100);
+  }
+  bool IsBlackwell() const { return Is(KernelId::kSm100V1) || IsSm100(); }
 };
 
 struct SpecAttrs {
@@ -86,6 +112,8 @@ xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, const SpecAttrs& spec,
 // Shared-memory layout of a plan that passed CheckGemmRegions.
 GemmSmem GetGemmSmem(const PlanAttrs& plan);
 GemmV2Smem GetGemmV2Smem(const PlanAttrs& plan);
+Sm100GemmSmem GetSm100GemmSmem(const PlanAttrs& plan);
+DecodeSmem GetDecodeSmem(const PlanAttrs& plan);
 
 }  // namespace jax_w4a4
 

@@ -58,7 +58,7 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
       code != cudaSuccess) {
     return {code, nullptr, 0};
   }
-  if (int code = GetClusters(kernel, cluster, kGemmV2Threads,
+  if (int code = MaxClusters(kernel, cluster, kGemmV2Threads,
                              p.smem.total_bytes, device, &clusters);
       code != cudaSuccess) {
     return {code, nullptr, 0};
@@ -106,19 +106,8 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
 
   const int64_t tiles = int64_t{a.m_tiles} * a.n_tiles;
   clusters = static_cast<int>(std::min<int64_t>(clusters, tiles));
-  cudaLaunchAttribute attributes[2] = {ClusterAttribute(cluster), {}};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(clusters * cluster);
-  config.blockDim = dim3(kGemmV2Threads);
-  config.dynamicSmemBytes = p.smem.total_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = dependent ? 2 : 1;
-  void* args[] = {&a};
-  return {cudaLaunchKernelExC(&config, kernel, args), nullptr,
-          clusters * cluster};
+  return LaunchClusters(kernel, &a, clusters, cluster, kGemmV2Threads,
+                        p.smem.total_bytes, dependent, stream);
 }
 
 }  // namespace jax_w4a4

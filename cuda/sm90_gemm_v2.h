@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "formats.cuh"
+#include "launch_result.h"
 
 typedef struct CUstream_st* cudaStream_t;
 
@@ -104,12 +105,6 @@ struct GemmV2Params {
 
 // The kernel for a path, tile and cluster width, null if it was not compiled.
 const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster);
-
-struct LaunchResult {
-  int code;            // cudaError_t
-  const char* detail;  // what else went wrong, or null
-  int grid;            // CTAs launched
-};
 
 // Launches on `stream`. m, n >= 1. `dependent`: the kernel before it on the
 // stream writes act, token_scale, rows and lora_act, and may still be running.

@@ -48,7 +48,7 @@ LaunchResult LaunchGrouped(GemmV2Path path, int tile_m,
     return {code, nullptr, 0};
   }
   int ctas = 0;
-  if (int code = GetClusters(kernel, 1, kGemmV2Threads, p.smem.total_bytes,
+  if (int code = MaxClusters(kernel, 1, kGemmV2Threads, p.smem.total_bytes,
                              device, &ctas);
       code != cudaSuccess) {
     return {code, nullptr, 0};
@@ -96,18 +96,8 @@ LaunchResult LaunchGrouped(GemmV2Path path, int tile_m,
   const int64_t tiles =
       GroupedRowTiles(p.m, std::min(params.groups, p.m), tile_m) * a.n_tiles;
   const int grid = static_cast<int>(std::min<int64_t>(ctas, tiles));
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(kGemmV2Threads);
-  config.dynamicSmemBytes = p.smem.total_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  void* arguments[] = {&args};
-  return {cudaLaunchKernelExC(&config, kernel, arguments), nullptr, grid};
+  return LaunchClusters(kernel, &args, grid, 1, kGemmV2Threads,
+                        p.smem.total_bytes, dependent, stream);
 }
 
 }  // namespace jax_w4a4

@@ -1,4 +1,5 @@
-// Producer/consumer rings over mbarriers: the one synchronisation skeleton of the v2 kernel.
+// Producer/consumer rings over mbarriers: the one synchronisation skeleton of the v2 kernels, those of
+// Blackwell (sm100_gemm.cuh) included.
 //
 // A ring has `stages` slots. full[s] completes when a slot's bytes have landed, empty[s] when every
 // consumer warp has released it. Each role walks the slots with its own RingState, which is never
@@ -41,17 +42,29 @@ class Ring {
 
   __device__ __forceinline__ void advance(RingState& state) const { state.advance(stages_); }
 
+  __device__ __forceinline__ uint32_t full(const RingState& state) const {
+    return full_ + 8 * state.slot;
+  }
+  __device__ __forceinline__ uint32_t empty(const RingState& state) const {
+    return empty_ + 8 * state.slot;
+  }
+
   // Producer: waits for the slot to be free, arms its byte count, returns the barrier to load on.
   // The wait covers every CTA that the slot's multicast writes to, since they all release to it.
   __device__ __forceinline__ uint32_t acquire(const RingState& state, uint32_t bytes) const {
-    mbarrier_wait(empty_ + 8 * state.slot, state.phase ^ 1);
-    const uint32_t barrier = full_ + 8 * state.slot;
-    mbarrier_arrive_expect_tx(barrier, bytes);
-    return barrier;
+    wait_empty(state);
+    mbarrier_arrive_expect_tx(full(state), bytes);
+    return full(state);
   }
 
+  __device__ __forceinline__ void wait_empty(const RingState& state) const {
+    mbarrier_wait(empty(state), state.phase ^ 1);
+  }
+
+  __device__ __forceinline__ uint32_t full(int slot) const { return full_ + 8 * slot; }
+
   __device__ __forceinline__ void wait_full(const RingState& state) const {
-    mbarrier_wait(full_ + 8 * state.slot, state.phase);
+    mbarrier_wait(full(state), state.phase);
   }
 
   // Consumer warp: one arrival per CTA that writes this slot, if `condition` (warp-uniform).

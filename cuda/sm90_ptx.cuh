@@ -186,6 +186,10 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // ---- shared memory ----
 
 __device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
@@ -208,12 +212,37 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_v4(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u32(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_u8(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t x, uint32_t y,
+                                                uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_shared_v2(uint32_t address, float x, float y) {
@@ -255,6 +284,18 @@ __device__ __forceinline__ float2 load_cluster_f2(uint32_t address, uint32_t ran
       : "r"(address), "r"(rank)
       : "memory");
   return v;
+}
+
+// Writes to the same shared-memory offset of CTA `rank` of the cluster.
+__device__ __forceinline__ void store_cluster_f2(uint32_t address, uint32_t rank, float2 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v2.f32 [remote], {%2, %3};\n"
+      "}\n" ::"r"(address),
+      "r"(rank), "f"(v.x), "f"(v.y)
+      : "memory");
 }
 
 // Stores 8x8 16-bit matrices transposed: lane i gives the address of row i%8 of matrix i/8.

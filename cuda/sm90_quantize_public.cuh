@@ -76,26 +76,9 @@ __device__ __forceinline__ void quantize_fp4(const QuantizePublicArgs& args, con
     float v[8];
     x.get(i, v);
     uint32_t byte;
-    bool live;
-    if constexpr (kFormat == Format::kMxfp4) {
-      byte = block_scale_mxfp4(largest, args.floor_rule);
-      live = byte != 0 && byte != 255;
-      const float inverse = __uint_as_float((254 - (live ? byte : 127)) << 23);
+    const bool live = normalize_fp4<kFormat>(v, largest, args.floor_rule, byte);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        v[j] = clamp(multiply_flush(v[j], inverse), -6.0f, 6.0f) * kCodeUnit;
-      }
-    } else {
-      const float scale = block_scale_nvfp4(largest, byte);
-      live = byte != 0 && byte != 0x7F;
-      const Quotient quotient(live ? scale : 0.0f);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        // The quotient of a zero may lose its sign.
-        const float u = quotient(clamp(v[j], -6.0f * scale, 6.0f * scale)) * kCodeUnit;
-        v[j] = copysignf(u, v[j]);
-      }
-    }
+    for (int j = 0; j < 8; ++j) v[j] *= kCodeUnit;
     const uint32_t word = live ? encode_e2m1(v) : 0;
     const int c = chunk_of<kWarps>(at, i);
     if (c < chunks) {

@@ -358,6 +358,32 @@ __device__ __forceinline__ void round_nvfp4(float (&v)[8], float scale) {
   }
 }
 
+// One piece of a token whose block has the largest magnitude `largest`: v over the block's scale, in
+// the range of e2m1 but not yet rounded, and the scale's byte. Zeros keep their sign. False where
+// every code of the block is zero.
+template <Format kFormat>
+__device__ __forceinline__ bool normalize_fp4(float (&v)[8], float largest, bool floor_rule,
+                                              uint32_t& byte) {
+  bool live;
+  if constexpr (kFormat == Format::kMxfp4) {
+    byte = block_scale_mxfp4(largest, floor_rule);
+    live = byte != 0 && byte != 255;
+    const float inverse = __uint_as_float((254 - (live ? byte : 127)) << 23);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = clamp(multiply_flush(v[j], inverse), -6.0f, 6.0f);
+  } else {
+    const float scale = block_scale_nvfp4(largest, byte);
+    live = byte != 0 && byte != 0x7F;
+    const Quotient quotient(live ? scale : 0.0f);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      // The quotient of a zero may lose its sign.
+      v[j] = copysignf(quotient(clamp(v[j], -6.0f * scale, 6.0f * scale)), v[j]);
+    }
+  }
+  return live;
+}
+
 // Codes of int4 as floats, -8..7 or 0..15 and not yet rounded.
 struct Int4Codes {
   Quotient quotient;

@@ -327,7 +327,30 @@ __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, 
   }
 }
 
-// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout.
+// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout. `source`: args, or what they are for
+// the token's group.
+template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
+__device__ __forceinline__ void quantize_token(const QuantizeV2Args& args, const TokenArgs& source,
+                                               int token, const Place& at) {
+  Chunks<kSource, kChunks> x;
+  load_token<kSource, kChunks, kWarps>(source, token, chunk_of<kWarps>(at, 0), x);
+  uint8_t* out = args.act + static_cast<int64_t>(token) * args.groups * 128;
+  if constexpr (kPath == GemmV2Path::kMxfp4) {
+    quantize_mxfp4<kChunks, kWarps>(args, x, token, out, at);
+  } else if constexpr (kPath == GemmV2Path::kNvfp4) {
+    quantize_nvfp4<kChunks, kWarps>(args, x, out, at);
+  } else if constexpr (kPath == GemmV2Path::kNvfp4Rounded) {
+    quantize_nvfp4_rounded<kChunks, kWarps>(args, x, token, out, at);
+  } else if constexpr (kPath == GemmV2Path::kInt4Row) {
+    quantize_int4_row<kChunks, kWarps>(args, x, token, out, at);
+  } else if constexpr (kPath == GemmV2Path::kInt4Scaled) {
+    quantize_int4_scaled<kChunks, kWarps>(args, x, token, out, at);
+  } else {
+    constexpr int kLanes = kPath == GemmV2Path::kInt4Group64 ? 8 : 16;
+    quantize_int4_groups<kLanes, kChunks, kWarps>(args, x, token, out, at);
+  }
+}
+
 template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
 __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
                                   (kQuantizeBlocks<kSource, kChunks, kWarps>))
@@ -349,23 +372,7 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
       if (!inside) clear_row<kWarps>(args, token, at);
     }
     if (inside) {
-      Chunks<kSource, kChunks> x;
-      load_token<kSource, kChunks, kWarps>(of_token, token, chunk_of<kWarps>(at, 0), x);
-      uint8_t* out = args.act + static_cast<int64_t>(token) * args.groups * 128;
-      if constexpr (kPath == GemmV2Path::kMxfp4) {
-        quantize_mxfp4<kChunks, kWarps>(args, x, token, out, at);
-      } else if constexpr (kPath == GemmV2Path::kNvfp4) {
-        quantize_nvfp4<kChunks, kWarps>(args, x, out, at);
-      } else if constexpr (kPath == GemmV2Path::kNvfp4Rounded) {
-        quantize_nvfp4_rounded<kChunks, kWarps>(args, x, token, out, at);
-      } else if constexpr (kPath == GemmV2Path::kInt4Row) {
-        quantize_int4_row<kChunks, kWarps>(args, x, token, out, at);
-      } else if constexpr (kPath == GemmV2Path::kInt4Scaled) {
-        quantize_int4_scaled<kChunks, kWarps>(args, x, token, out, at);
-      } else {
-        constexpr int kLanes = kPath == GemmV2Path::kInt4Group64 ? 8 : 16;
-        quantize_int4_groups<kLanes, kChunks, kWarps>(args, x, token, out, at);
-      }
+      quantize_token<kPath, kSource, kChunks, kWarps>(args, of_token, token, at);
     }
   }
   end_after_launch_beside(args);

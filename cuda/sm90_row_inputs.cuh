@@ -86,72 +86,74 @@ __device__ __forceinline__ int largest_scale(const void* scales, int64_t row, in
   return __reduce_max_sync(0xFFFFFFFFu, largest);
 }
 
-// Channel scale times global scales.
-__device__ __forceinline__ float row_factor(const RowInputsArgs& args, int row) {
-  const int group = row / args.group_rows;
-  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= args.global_scale[group];
-  if (args.act_global_scale) factor *= args.act_global_scale[group];
-  return factor;
-}
-
 __device__ __forceinline__ bool is_unused(const RowInputsArgs& args, int row) {
   if (args.bounds == nullptr) return false;
   const int* bounds = args.bounds + row / args.group_rows;
   return bounds[0] == bounds[1];
 }
 
-// What of a one-byte scale counts for the largest: the byte of e8m0, the magnitude of e4m3.
-template <Format kFormat>
-constexpr uint32_t kScaleMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
+// What the optional vectors and scalars say of a row.
+struct RowFactors {
+  float factor, bias;
+};
+__device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
+  const int group = row / args.group_rows;
+  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
+  if (args.global_scale) factor *= args.global_scale[group];
+  if (args.act_global_scale) factor *= args.act_global_scale[group];
+  return {factor, args.bias ? args.bias[row] : 0.0f};
+}
 
-// Combines a row's largest block scale with the epilogue's factors. `largest`: of mxfp4 the byte, of
-// nvfp4 the magnitude bits, where 0x7F is NaN, of int4 (path Int4Scaled) fp32 bits.
+// `largest` of a row's block scales: the byte (mxfp4), the magnitude bits, where 0x7F is NaN (nvfp4), or
+// fp32 bits (int4 of path Int4Scaled).
 template <Format kFormat>
-__device__ __forceinline__ void write_row(const RowInputsArgs& args, int row, int largest) {
-  constexpr int kMask = kScaleMask<kFormat>;
-  const float factor = row_factor(args, row);
+__device__ __forceinline__ RowInputs row_inputs(bool rounded, const RowFactors& given, int largest) {
   RowInputs out;
   if constexpr (kFormat == Format::kNvfp4) {
-    out.scale_lo = largest == kMask ? __int_as_float(kFloatNan) : 1.0f;
-    out.scale_hi = kBf16Undo * factor;
+    out.scale_lo = largest == 0x7F ? __int_as_float(kFloatNan) : 1.0f;
+    out.scale_hi = kBf16Undo * given.factor;
     out.base = 0;
-    if (args.rounded) {
+    if (rounded) {
       out.base = rounded_exponent(largest);
       out.scale_lo *= power_of_two(out.base);
-      out.scale_hi = factor;
+      out.scale_hi = given.factor;
     }
   } else if constexpr (kFormat == Format::kInt4) {
     const int exponent = scaled_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.scale_hi = power_of_two(exponent - low) * given.factor;
     out.base = __float_as_int(power_of_two(-exponent));
   } else {
     const int exponent = fold_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest == kNanScale ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * factor;
+    out.scale_hi = power_of_two(exponent - low) * given.factor;
     out.base = largest - kFoldSpan;
   }
-  out.bias = args.bias ? args.bias[row] : 0.0f;
-  args.rows[row] = out;
+  out.bias = given.bias;
+  return out;
 }
+
+// Bits of a block scale that count for `largest`.
+template <Format kFormat>
+constexpr int kScaleMask = kFormat == Format::kNvfp4 ? 0x7F : 0xFF;
 
 // One warp, one row: looks through its block scales.
 template <Format kFormat>
-__device__ __forceinline__ void write_row_by_warp(const RowInputsArgs& args, int row, int lane) {
+__device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int row, int lane) {
+  const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
   int largest = 0;
   if constexpr (kFormat == Format::kInt4) {
     largest = largest_scale(args.weight_scales, row, args.scale_blocks, args.scale_dtype, lane);
   } else {
-    const uint8_t* scales = args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks;
     for (int i = lane; i < args.scale_blocks; i += 32) {
-      largest = max(largest, static_cast<int>(scales[i] & kScaleMask<kFormat>));
+      largest = max(largest, scales[i] & kScaleMask<kFormat>);
     }
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
   }
-  if (lane == 0) write_row<kFormat>(args, row, largest);
+  if (lane != 0) return;
+  args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
 }
 
 // The largest of sixteen one-byte scales.
@@ -162,7 +164,7 @@ __device__ __forceinline__ int largest_of(const uint4& v) {
 #pragma unroll
   for (uint32_t word : words) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) largest = max(largest, word >> 8 * j & kScaleMask<kFormat>);
+    for (int j = 0; j < 4; ++j) largest = max(largest, word >> 8 * j & uint32_t{kScaleMask<kFormat>});
   }
   return static_cast<int>(largest);
 }
@@ -184,7 +186,9 @@ __device__ __forceinline__ void write_eight_rows(const RowInputsArgs& args, int 
   }
   largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
   largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-  if (used && lane % 4 == 0) write_row<kFormat>(args, row, largest);
+  if (used && lane % 4 == 0) {
+    args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
+  }
 }
 
 // The rows of prepare CTA `block`.
@@ -200,20 +204,24 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
     return;
   }
   for (int row = first + warp; row < end; row += warps) {
-    if (!is_unused(args, row)) write_row_by_warp<kFormat>(args, row, lane);
+    if (!is_unused(args, row)) write_row_inputs<kFormat>(args, row, lane);
   }
 }
 
-// int4, one thread per row: with one scale per row, which becomes scale_lo, or with groups.
-__device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
-  if (row >= args.n || is_unused(args, row)) return;
-  const float factor = row_factor(args, row);
+// int4: with one scale per row, which becomes scale_lo, or with groups.
+__device__ __forceinline__ RowInputs int4_row_inputs(const RowInputsArgs& args, int row) {
+  const RowFactors given = row_factors(args, row);
   // Exact below 2^-126 too: no scale has more than 19 significant bits.
   const float scale =
       args.scale_blocks == 1
           ? Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo
           : 1.0f;
-  args.rows[row] = {scale, factor, args.bias ? args.bias[row] : 0.0f, 0};
+  return {scale, given.factor, given.bias, 0};
+}
+
+// One thread per row.
+__device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
+  if (row < args.n && !is_unused(args, row)) args.rows[row] = int4_row_inputs(args, row);
 }
 
 }  // namespace jax_w4a4::sm90

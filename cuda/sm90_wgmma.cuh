@@ -1,4 +1,4 @@
-// Warpgroup MMA (wgmma) for the tile widths of the v2 kernel: D[64, N] += A[64, K] B[K, N]^T-major.
+// Warpgroup MMA (wgmma) for the tile widths of the kernels: D[64, N] += A[64, K] B[K, N]^T-major.
 //
 // N is the token tile. An inline-assembly statement needs every accumulator as a literal operand, so
 // the per-width text is produced by the macros below: one W4A4_WGMMA line per N.
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint64_t nmajor_descriptor(uint32_t address, uint32_t
          ((address & 0x3FFFF) >> 4);
 }
 
-// Element types of the two operands. The INT8 MMA takes no N that is an odd multiple of 8.
+// Element types of the two operands. The INT8 MMA takes no N that is an odd multiple of 8 above 24.
 enum class MmaKind { kE5m2E5m2, kE5m2E4m3, kE4m3E4m3, kBf16, kF16, kS8 };
 
 template <int N>
@@ -75,7 +75,8 @@ struct Wgmma;
 #define W4A4_S90 W4A4_S80 "," W4A4_S10(8)
 #define W4A4_S100 W4A4_S90 "," W4A4_S10(9)
 #define W4A4_S120 W4A4_S100 "," W4A4_S10(10) "," W4A4_S10(11)
-#define W4A4_STR_16 W4A4_S8_0
+#define W4A4_STR_8 "%0,%1,%2,%3"
+#define W4A4_STR_16 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define W4A4_STR_32 W4A4_S10_0 "," W4A4_S4_0(1) ",%14,%15"
 #define W4A4_STR_64 W4A4_S30 "," W4A4_S2_0(3)
 #define W4A4_STR_96 W4A4_S40 "," W4A4_S4_0(4) "," W4A4_S4_4(4)
@@ -92,6 +93,7 @@ struct Wgmma;
 
 #define W4A4_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define W4A4_D16(c, i) W4A4_D4(c, i), W4A4_D4(c, i + 4), W4A4_D4(c, i + 8), W4A4_D4(c, i + 12)
+#define W4A4_OPS_8(c) W4A4_D4(c, 0)
 #define W4A4_OPS_16(c) W4A4_D4(c, 0), W4A4_D4(c, 4)
 #define W4A4_OPS_32(c) W4A4_D16(c, 0)
 #define W4A4_OPS_64(c) W4A4_D16(c, 0), W4A4_D16(c, 16)
@@ -154,6 +156,7 @@ struct Wgmma;
     W4A4_SS_BF16_NMAJOR(N, n0, n1, n2)                                                           \
   };
 
+W4A4_WGMMA(8, 4, 5, 6, 7, 8, 9)
 W4A4_WGMMA(16, 8, 9, 10, 11, 12, 13)
 W4A4_WGMMA(32, 16, 17, 18, 19, 20, 21)
 W4A4_WGMMA(64, 32, 33, 34, 35, 36, 37)

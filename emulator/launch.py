@@ -252,6 +252,8 @@ class Machine:
         executed = 0
         with np.errstate(all="ignore"):
             for number in range(total // self.cluster):
+                if self.options.trace:
+                    self.options.trace(f"cluster {number}")
                 cluster = Cluster(self, number)
                 warps = list(cluster.warps)
                 scheduler = Scheduler(
@@ -333,6 +335,11 @@ class Device:
             dependent,
         )
         start = time.perf_counter()
+        if machine.options.trace:
+            machine.options.trace(
+                f"launch {code.kernel.name}: grid {grid}, {machine.threads} threads, clusters of "
+                f"{cluster}, {machine.shared_bytes} B shared{', dependent' * dependent}"
+            )
         executed = machine.run()
         record = LaunchRecord(
             code.kernel.name, grid, cluster, executed, time.perf_counter() - start

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +51,9 @@ class Case:
     stages: int | None = None
     group_m: int | None = None
     affine: bool = True
-    kernel: str = "sm90_v2"  # or sm90_v1, on packed activations
+    kernel: str = "sm90_v2"  # or sm90_decode; or sm90_v1, on packed activations
     tile_m: int = 64
+    tile_n: int | None = None  # of sm90_decode
     fused: bool = False
     promote_k: int | None = None
     smooth: bool = True
@@ -118,11 +120,15 @@ def plan_of(case: Case) -> plan.Plan:
     if case.kernel == "sm90_v1":
         return plan.solve(problem, "sm_90", kernel="sm90_v1", tile_m=case.tile_m)
     forced = {"tile_m": case.tile_m, "cluster": case.cluster, "quantizer": 2 if case.fused else 1}
+    if case.fused and case.kernel == "sm90_decode":
+        forced["quantizer"] = 5
+    if case.tile_n:
+        forced["tile_n"] = case.tile_n
     if case.stages:
         forced["main_stages"] = case.stages
     if case.group_m:
         forced["group_m"] = case.group_m
-    return plan.solve(problem, "sm_90", kernel="sm90_v2", **forced)
+    return plan.solve(problem, "sm_90", kernel=case.kernel, **forced)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -223,7 +229,7 @@ class Tokens(ctypes.Structure):
 
 @functools.cache
 def host() -> Host:
-    return Host(*toolchain.host_library())
+    return Host(*toolchain.host_library("sm90"))
 
 
 @contextlib.contextmanager
@@ -272,7 +278,7 @@ def run(
     found = plan_of(case)
     values = operands or make_operands(case)
     device = driver.device = Device(options)
-    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry.cc
+    driver.set_clusters(case.clusters)  # as device number `clusters`, see entry_sm90.cc
     buffers = {name: device.array(value, name) for name, value in values.items()}
     attrs = found.ffi_attrs()
     for name, change in (changes or {}).items():
@@ -288,16 +294,17 @@ def run(
     sizes = {
         "act": int(np.prod(shapes["act"])),
         "token_scale": 4 * shapes["token_scale"][0],
-        "rows": case.n * 16,
+        "rows": 16 * shapes["rows"][0],
         "y": case.m * case.n * 2,
     }
     made = {name: device.empty(size, name) for name, size in sizes.items()}
     # The ring copies whole tiles; what it reads past M is never used.
-    tokens = made["token_scale"]
-    assert tokens.initialized is not None
+    ring = made["token_scale"]
+    assert ring.initialized is not None
     pitch = shapes["token_scale"][0] // (case.blocks if path.stage_groups else 1)
     for first in range(0, shapes["token_scale"][0], max(1, pitch)):
-        tokens.initialized[4 * (first + case.m) : 4 * (first + pitch)] = True
+        ring.initialized[4 * (first + case.m) : 4 * (first + pitch)] = True
+    decode = case.kernel == "sm90_decode"
     weight = WeightRows(
         address("weight_scale"),
         address("weight_global_scale"),
@@ -305,18 +312,28 @@ def run(
         address("channel_scale"),
         address("bias"),
         made["rows"].base,
-        case.n,
+        shapes["rows"][0],
         DTYPES.index(case.scales),
     )
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     block = case.k_pad // case.blocks
-    if case.fused:
+    if case.fused and decode:
+        if case.rank:
+            made["lora_act"] = device.empty(case.m * case.rank * 2, "lora_act")
+        driver.call(
+            "emulator_decode_quantize", path.code,
+            ctypes.byref(tokens(case, attrs, address)), pointer(made["act"].base),
+            pointer(made["token_scale"].base), DTYPES.index(case.scales),
+            pointer(address("lora_down")),
+            pointer(made["lora_act"].base if case.rank else None), case.rank,
+        )  # fmt: skip
+    elif case.fused:
         if case.rank:
             made["lora_act"] = _down(case, attrs, driver, device, address)
         driver.call(
             "emulator_quantize_v2",
             path.code,
-            ctypes.byref(_tokens(case, attrs, address)),
+            ctypes.byref(tokens(case, attrs, address)),
             pointer(made["act"].base),
             pointer(made["token_scale"].base),
             ctypes.byref(weight),
@@ -341,51 +358,37 @@ def run(
             int(case.act_unsigned),
         )
     lora_act = made["lora_act"].base if "lora_act" in made else address("lora_act")
-    smem = (ctypes.c_int * 7)(
-        *(
-            attrs[name]
-            for name in (
-                "off_weight",
-                "off_lora_up",
-                "off_store",
-                "off_act_scale",
-                "off_barriers",
-                "stage_bytes",
-                "smem_bytes",
-            )
-        )
-    )
     for name in ("act", "token_scale", "rows", "lora_act"):
         if name in made:
             made[name].pending = True
-    driver.call(
-        "emulator_gemm_v2",
-        path.code,
-        found.tile_m,
-        found.cluster,
-        pointer(made["act"].base),
-        pointer(made["token_scale"].base),
-        pointer(made["rows"].base),
-        pointer(address("weight")),
-        pointer(address("weight_scale")),
-        pointer(lora_act),
-        pointer(address("lora_up")),
-        pointer(made["y"].base),
-        long(case.m),
-        long(case.n),
-        case.k_pad,
-        case.rank,
-        found.main_stages,
-        found.group_m,
-        attrs["promote_k"] if case.promote_k is None else case.promote_k,
-        block,
-        DTYPES.index(case.scales),
-        smem,
-        1,
-        case.clusters,
-        long(0),
-        None,
-    )
+    if decode:
+        weight.n = case.n
+        order = (
+            "off_act", "off_weight_scale", "off_aux", "off_act_scale", "off_store",
+            "off_lora_act", "off_barriers", "stage_bytes", "smem_bytes",
+        )  # fmt: skip
+        driver.call(
+            "emulator_decode", path.code, found.tile_m, found.tile_n, pointer(made["act"].base),
+            pointer(made["token_scale"].base), ctypes.byref(weight), pointer(address("weight")),
+            pointer(lora_act), pointer(address("lora_up")), pointer(made["y"].base), long(case.m),
+            long(case.n), case.k_pad, case.rank, found.main_stages,
+            (ctypes.c_int * 9)(*(attrs[name] for name in order)), 1, case.clusters,
+        )  # fmt: skip
+    else:
+        order = (
+            "off_weight", "off_lora_up", "off_store", "off_act_scale", "off_barriers",
+            "stage_bytes", "smem_bytes",
+        )  # fmt: skip
+        driver.call(
+            "emulator_gemm_v2", path.code, found.tile_m, found.cluster, pointer(made["act"].base),
+            pointer(made["token_scale"].base), pointer(made["rows"].base),
+            pointer(address("weight")), pointer(address("weight_scale")), pointer(lora_act),
+            pointer(address("lora_up")), pointer(made["y"].base), long(case.m), long(case.n),
+            case.k_pad, case.rank, found.main_stages, found.group_m,
+            attrs["promote_k"] if case.promote_k is None else case.promote_k,
+            block, DTYPES.index(case.scales),
+            (ctypes.c_int * 7)(*(attrs[name] for name in order)), 1, case.clusters, long(0), None,
+        )  # fmt: skip
 
     def bits(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -395,7 +398,7 @@ def run(
         bits("y", "uint16", (case.m, case.n)),
         bits("act", "uint8", shapes["act"]),
         _token_scales(bits("token_scale", "float32", shapes["token_scale"]), pitch, case.m),
-        bits("rows", "uint32", (case.n, 4)),
+        bits("rows", "uint32", shapes["rows"]),
         bits("lora_act", "uint16", (case.m, case.rank)) if "lora_act" in made else None,
         made["y"].writer[: case.m * case.n * 2].copy(),
         sum(launch.instructions for launch in device.launches),
@@ -409,7 +412,7 @@ def _token_scales(values: np.ndarray, pitch: int, m: int) -> np.ndarray:
     return values.reshape(-1, pitch)[:, :m].T.copy() if values.size else values
 
 
-def _tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
+def tokens(case: Case, attrs: Mapping[str, int], address: Callable) -> Tokens:
     return Tokens(
         address("x"), address("smooth"), address("act_global_scale"), case.m, case.k, case.k_pad,
         attrs["q_lane_chunks"], attrs["q_warps"], DTYPES.index(case.x_dtype),
@@ -454,7 +457,7 @@ def quantize_public(
 
     driver.call(
         "emulator_quantize_public", FORMATS.index(case.format),
-        ctypes.byref(_tokens(dataclasses.replace(case, rank=0), attrs, address)),
+        ctypes.byref(tokens(dataclasses.replace(case, rank=0), attrs, address)),
         ctypes.c_void_p(packed.base), ctypes.c_void_p(scales.base), problem.block_size,
         DTYPES.index(case.scales),
     )  # fmt: skip
@@ -616,22 +619,31 @@ def check(
         exact data by anything.
     """
     y, size = expected(case, operands, result)
-    got = from_bf16(result.y).astype(np.float64)
+    exact = case.exact and numerics == "exact"
+    return check_cells(str(case), y, size, result, exact, _SUM_LOSS[numerics])
+
+
+def check_cells(
+    name: str, y: np.ndarray, size: np.ndarray, result: Any, exact: bool, loss: float,
+    dtype: str = "bfloat16",
+) -> float:  # fmt: skip
+    """The bits of result.y, and that all were written; see check."""
+    got = from_bits(result.y, dtype).astype(np.float64)
     missing = np.count_nonzero(result.written == 0)
     if missing:
-        raise WrongCells(f"{case}: {missing} bytes unwritten")
-    if case.exact and numerics == "exact":
-        bad = result.y != bf16(y.astype(np.float32))
+        raise WrongCells(f"{name}: {missing} bytes unwritten")
+    if exact:
+        bad = result.y != to_bits(y.astype(np.float32), dtype).view(result.y.dtype)
         worst = 0.0
     else:
-        bound = np.abs(y) * 2.0**-8 + size * _SUM_LOSS[numerics] + 1e-30
+        bound = np.abs(y) * 2.0**-8 + size * loss + 1e-30
         error = np.abs(got - y) / bound
         worst = float(error.max())
         bad = ~(error <= 1)
     if bad.any():
         row, column = (int(v[0]) for v in np.nonzero(bad))
         raise WrongCells(
-            f"{case}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
+            f"{name}: {np.count_nonzero(bad)} of {bad.size} cells are wrong, first [{row}, "
             f"{column}]: {got[row, column]} instead of {y[row, column]}"
         )
     return worst

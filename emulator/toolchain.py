@@ -41,6 +41,8 @@ QUANTIZE_V2_PATHS = (
 
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
+# The same of the decode kernel.
+DECODE_INSTANCES = (*((path, 8) for path in plan.budget.DECODE_PATHS), ("Mxfp4", 16), ("Mxfp4", 64))
 
 # The same of the grouped kernel.
 GROUPED_INSTANCES = tuple(
@@ -137,6 +139,14 @@ def grouped_name(path: str, tile_m: int) -> str:
     return f"sm90_grouped_{path}_{tile_m}.cu"
 
 
+def decode_name(path: str, tile_m: int) -> str:
+    return f"sm90_decode_{path}_{tile_m}.cu"
+
+
+def decode_quantize_name(path: str) -> str:
+    return f"sm90_decode_quantize_{path}.cu"
+
+
 def quantize_v2_name(path: str) -> str:
     return f"sm90_quantize_v2_{path}.cu"
 
@@ -146,7 +156,7 @@ def source_text(name: str) -> str:
     path = CUDA / name
     if path.exists():
         return path.read_text()
-    for kind in ("gemm_v2", "grouped", "quantize_v2"):
+    for kind in ("gemm_v2", "grouped", "decode_quantize", "decode", "quantize_v2"):
         start = f"sm90_{kind}_"
         if name.startswith(start):
             template = (CUDA / f"{start}instance.cu.in").read_text()
@@ -157,12 +167,31 @@ def source_text(name: str) -> str:
 
 def arch_of(name: str) -> str:
     """The architecture that a source of cuda/ is written for; its name begins with it."""
-    return "sm_100a" if name.startswith("sm100") else "sm_90a"
+    return {"sm90": "sm_90a", "sm100": "sm_100a"}[family_of(name)]
+
+
+def family_of(name: str) -> str:
+    """The host library that holds a source of cuda/."""
+    return "sm100" if name.startswith("sm100") else "sm90"
+
+
+def _host_sources(family: str) -> list[str]:
+    if family == "sm100":
+        return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
+    names = [f"sm90_{n}.cu" for n in (
+        "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2", "decode",
+        "decode_quantize", "grouped",
+    )]  # fmt: skip
+    names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
+    names += [decode_name(path, tile) for path, tile in DECODE_INSTANCES]
+    names += [decode_quantize_name(path) for path in plan.budget.DECODE_PATHS]
+    names += [grouped_name(path, tile) for path, tile in GROUPED_INSTANCES]
+    return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
 
 
 def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
     """PTX of one source of the product, see source_text."""
-    kept = host_library()[1] / f"{pathlib.Path(name).stem}.ptx"
+    kept = host_library(family_of(name))[1] / f"{pathlib.Path(name).stem}.ptx"
     if not edits and kept.exists():
         return kept.read_text()
     text = None if (CUDA / name).exists() else source_text(name)
@@ -170,47 +199,47 @@ def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
 
 
 @functools.cache
-def host_library() -> tuple[pathlib.Path, pathlib.Path]:
-    """The launch code with the fake runtime.
+def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
+    """The launch code of an architecture ("sm90", "sm100") with the fake runtime.
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES, GROUPED_INSTANCES)
-    out = cache_dir() / f"host-{key}"
+    key = _key(
+        _sources_digest(CUDA), _sources_digest(HOST), INSTANCES, DECODE_INSTANCES, GROUPED_INSTANCES
+    )
+    out = cache_dir() / f"host-{family}-{key}"
     if out.exists():
         return out / "host.so", out
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
     out.parent.mkdir(parents=True, exist_ok=True)
-    lists = (("GEMM_V2", INSTANCES), ("GROUPED", GROUPED_INSTANCES))
-    header = "".join(
-        f"#define W4A4_{kind}_KERNELS {' '.join(f'W4A4_KERNEL({p}, {t})' for p, t in pairs)}\n"
-        for kind, pairs in lists
-    )
+
+    def listed(instances: Sequence[tuple[str, int]]) -> str:
+        return " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
+
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = pathlib.Path(name)
         done = folder / "done"
         done.mkdir()
-        (folder / "sm90_gemm_v2_kernels.h").write_text(header)
-        names = [f"sm90_{n}.cu" for n in (
-            "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2",
-            "grouped",
-        )]  # fmt: skip
-        names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
-        names += [grouped_name(path, tile) for path, tile in GROUPED_INSTANCES]
-        names += [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
+        for kind, instances in (("gemm_v2", INSTANCES), ("decode", DECODE_INSTANCES)):
+            text = f"#define W4A4_{kind.upper()}_KERNELS {listed(instances)}\n"
+            if kind == "gemm_v2":
+                text += f"#define W4A4_GROUPED_KERNELS {listed(GROUPED_INSTANCES)}\n"
+            (folder / f"sm90_{kind}_kernels.h").write_text(text)
+        names = _host_sources(family)
         for source in names:
             (folder / source).write_text(source_text(source))
-        for source in HOST.glob("*.cc"):
-            shutil.copy(source, folder)
-            names.append(source.name)
+        for source in ("fake_cuda.cc", f"entry_{family}.cc"):
+            shutil.copy(HOST / source, folder)
+            names.append(source)
+        arch = {"sm90": "compute_90a", "sm100": "compute_100a"}[family]
 
         def build(source: str) -> None:
             # -keep leaves the PTX beside the object.
             keep = folder / f"keep-{source}"
             keep.mkdir()
             _run(
-                [NVCC, "-gencode", "arch=compute_90a,code=compute_90a", *_FLAGS, f"-I{CUDA}",
+                [NVCC, "-gencode", f"arch={arch},code={arch}", *_FLAGS, f"-I{CUDA}",
                  f"-I{folder}", "-Xcompiler", "-fPIC", "-keep", "-keep-dir", keep, "-c", source,
                  "-o", f"{source}.o"],
                 folder,

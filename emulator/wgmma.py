@@ -20,8 +20,8 @@ from emulator.ptx import Imm, Instr, Reg, Vec
 from emulator.tma import AsyncOp
 from emulator.warp import Group, Warp
 
-# Fraction bits that survive the alignment of the products of one k-step, by operand type; None
-# sums exactly and rounds once. Reported for Hopper; tests/emulator/goldens decide.
+# Fraction bits that survive the alignment of the products of one k-step, by operand type: the bits
+# of an H200 (tests/emulator/goldens_h200.npz), but for f16, which is taken to be like bf16.
 HOPPER_FRACTION_BITS = {"e4m3": 13, "e5m2": 13, "bf16": 25, "f16": 25}
 
 

@@ -81,7 +81,7 @@ class Call:
         """Roofline of the activation quantizer's launch."""
         if self.plan is None or self.kind == "gemm":
             return None
-        private = self.plan.quantizer.kernel == 2
+        private = self.plan.quantizer.kernel in (2, 5)
         return roofline.quantizer(self.plan.kernel, self.problem, self.m, self.target, private)
 
     @property
@@ -93,6 +93,8 @@ class Call:
         name = f"kernel {self.plan.kernel}"
         if not design.code:
             return f"{name}: an account for comparison, no kernel of this project"
+        if not design.runs(self.plan.lora_stages):
+            return f"{name}: an account for comparison, the kernel streams the low-rank branch"
         built = _built_kernels()
         if design.name in built:
             where = "in this build"
@@ -571,19 +573,22 @@ def _activation_reason(call: Call) -> tuple[str, ...]:
 def _quantizer_title(plan: Plan) -> str:
     q = plan.quantizer
     if q.kernel == 1:
-        private = budget.DESIGNS[plan.kernel].private_layout
+        design = budget.DESIGNS[plan.kernel]
+        private = design.private_layout or design.scale_atoms
         to = ", then a pass into the gemm's layout" if private else ""
         return (
             f"quantizer{to} ({q.rows} rows per CTA, K in chunks of {q.chunk_k}, {q.threads} "
             f"threads, {q.smem_bytes} B shared memory)"
         )
     rows = "1 row" if q.rows == 1 else f"{q.rows} rows"
-    to = " into the gemm's layout" if q.kernel == 2 else ""
+    to = " into the gemm's layout" if q.kernel in (2, 5) else ""
     title = f"quantizer{to} ({rows} per CTA of {q.threads} threads)"
     d = q.down
     if d is None:
         return title
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
+    if q.kernel == 5:
+        return f"{title} and LoRA-down ({d.rows} rows and 32 ranks per {who}) in one launch"
     return (
         f"{title} beside LoRA-down ({d.rows} rows per {who}, {d.stages} stages of 64 k, "
         f"{d.threads} threads, {d.smem_bytes} B shared memory)"

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from jax_w4a4 import _ffi, plan, reference
+from jax_w4a4 import _ffi, plan, reference, selftest
 from jax_w4a4.formats import FLOAT_DTYPES, Spec
 from jax_w4a4.weight import Activation, Weight
 
@@ -162,8 +162,10 @@ def _missing_kernel(found: plan.Plan, capability: int | None) -> str | None:
       found: the plan of the call.
       capability: of this process's GPU; None where the program is meant for another machine.
     """
-    if not plan.budget.DESIGNS[found.kernel].implemented:
-        return f"{found.kernel}, the design for {found.target}, has no kernel yet"
+    design = plan.budget.DESIGNS[found.kernel]
+    if not design.implemented or not design.runs(found.lora_stages):
+        staged = f" with {found.lora_stages} LoRA stages" if found.problem.rank else ""
+        return f"{found.kernel}{staged} is an account for comparison, it has no kernel"
     if capability is None:
         return None
     if found.cc != capability:
@@ -171,6 +173,8 @@ def _missing_kernel(found: plan.Plan, capability: int | None) -> str | None:
     if _ffi.has_cuda() and found.kernel not in _ffi.KERNELS:
         built = ", ".join(sorted(_ffi.KERNELS)) or "none"
         return f"kernel {found.kernel} is not in this build (it has: {built}); {_REBUILD}"
+    if design.unproven:
+        return selftest.unproven(found.kernel)
     return None
 
 

@@ -68,6 +68,7 @@ class Cell:
     n: int
     k: int
     tile_m: int | None = None
+    tile_n: int | None = None
     x_dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     lora_dtype: str = "bfloat16"
@@ -99,7 +100,7 @@ class Cell:
     @property
     def choices(self) -> dict[str, int]:
         """What the cell forces of its plan."""
-        names = ("tile_m", "cluster", "main_stages", "group_m", "quantizer", "promote_k")
+        names = ("tile_m", "tile_n", "cluster", "main_stages", "group_m", "quantizer", "promote_k")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -268,6 +269,90 @@ def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
             yield Cell("mxfp4", 256, m, 136, cluster_k, kernel="sm90_v2", quantizer=2)
 
 
+# (N, K) for sm90_decode: ragged, one stage and many; and its weight rows per CTA.
+DECODE_SHAPES = (
+    (77, 32),
+    (130, 160),
+    (264, 1056),
+    (1000, 2208),
+    (257, 4104),
+    (600, 384),
+    (3072, 1280),
+    (520, 6152),
+)
+DECODE_TILES = (None, 8, 24, 32, 40, 64, 88, 128)
+
+
+def decode_cells_of(path: str) -> Iterator[Cell]:
+    """The sm90_decode cells of one path: every M once, what else there is cycling."""
+    which = V2_PATHS[path]
+    format = which["format"]
+    for m in range(1, plan.budget.DECODE_TOKENS[-1] + 1):
+        turn = zlib.crc32(f"decode {path} {m}".encode())
+        n, k = DECODE_SHAPES[turn % len(DECODE_SHAPES)]
+        cell = Cell(
+            rank=V2_RANKS[turn // 8 % 5],
+            m=m,
+            n=n,
+            k=k,
+            kernel="sm90_decode",
+            x_dtype=("bfloat16", "bfloat16", "bfloat16", "float32", "float16")[turn // 40 % 5],
+            quantizer=1 if turn % 7 == 0 else None,
+            affine=turn % 4 != 0,
+            global_scales=turn % 3 == 0,
+            act_rule=("rceil", "floor")[turn // 2 % 2] if format == "mxfp4" else "rceil",
+            lora_smoothed=turn % 6 == 1,
+            main_stages=(None, 2, None, 3)[turn % 4],
+            **which,
+        )
+        if format == "int4":
+            dtypes = ("float16", "bfloat16", "float32")
+            cell = dataclasses.replace(
+                cell, scale_dtype=dtypes[turn // 2 % 3], act_unsigned=turn % 3 == 1
+            )
+        # The next of the tiles that fits the shared memory.
+        for i in range(len(DECODE_TILES)):
+            tile_n = DECODE_TILES[(turn // 11 + i) % len(DECODE_TILES)]
+            found = dataclasses.replace(cell, tile_n=tile_n)
+            if fits(found):
+                break
+        yield found
+
+
+def fits(cell: Cell) -> bool:
+    try:
+        solve(cell, spec_of(cell))
+    except plan.DoesNotFitError:
+        return False
+    return True
+
+
+def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Cell]:
+    for path in paths:
+        yield from decode_cells_of(path)
+        cell = functools.partial(Cell, **V2_PATHS[path], kernel="sm90_decode")
+        for rank in (*V2_RANKS, 48, 64, 96, 160, 240):
+            for m in (3, 61):
+                yield cell(rank=rank, m=m, n=264, k=640)
+        for tile_n in range(8, 136, 8):  # every number of rows per CTA, and N that it leaves ragged
+            yield cell(rank=16, m=9, n=269, k=2208, tile_n=tile_n)
+        for k in (31, 33, 100, 4097, 8200):
+            yield cell(rank=32, m=13, n=200, k=k)
+        for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
+            for m in (1, 16, 64):
+                yield cell(rank=32, m=m, n=n, k=k)
+    for path in sorted({"Nvfp4", "Nvfp4Rounded"} & set(paths)):
+        for spread in (4, 10, 20):
+            yield Cell(
+                **V2_PATHS[path], rank=16, m=40, n=136, k=1056, spread=spread, kernel="sm90_decode"
+            )
+    if "Mxfp4" in paths:
+        yield Cell("mxfp4", 16, 40, 136, 1056, spread=40, kernel="sm90_decode")
+    if "Int4Row" in paths:
+        # Integer sums beyond 2^24, where their conversion to fp32 rounds.
+        yield Cell("int4", 0, 30, 136, 61440, block_size=None, positive=True, kernel="sm90_decode")
+
+
 def all_cells() -> Iterator[Cell]:
     for format in FORMATS:
         for rank in RANKS:
@@ -279,6 +364,7 @@ def all_cells() -> Iterator[Cell]:
 def extra_cells() -> Iterator[Cell]:
     """What the grid leaves out: a large K, odd ranks, every tile on one shape, N beyond grid.y."""
     yield from v2_extra_cells()
+    yield from decode_cells()
     for format in FORMATS:
         yield Cell(format, 32, 65, 600, 15360)
         for rank in (1, 5, 33, 300):
@@ -321,6 +407,20 @@ def small_cells() -> Iterator[Cell]:
                     **which,
                 )
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
+    for path in plan.budget.DECODE_PATHS:
+        for tile_n in (24, 64, 128):
+            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16)):
+                cell = Cell(
+                    rank=rank,
+                    m=m,
+                    n=264,
+                    k=416,
+                    kernel="sm90_decode",
+                    tile_n=tile_n,
+                    **V2_PATHS[path],
+                )
+                if fits(cell):
+                    yield cell
 
 
 # ------------------------------------------------------------------------------------------------
@@ -356,13 +456,27 @@ def spread_blocks(v: np.ndarray, cell: Cell, rng: np.random.Generator) -> np.nda
     return (v * np.repeat(power, width, axis=1)[:, : v.shape[1]]).astype(np.float32)
 
 
-def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
+def spec_of(cell: Cell) -> formats.Spec:
+    """What the planner wants to know; the weight's own spec has more."""
     fmt = formats.FORMATS[cell.format]
     block_size = fmt.default_block if cell.block_size == -1 else cell.block_size
     k_pad = formats.padded_k(cell.k, block_size)
-    spec = formats.Spec(
-        cell.format, cell.k, k_pad, block_size or k_pad, cell.scale_dtype or fmt.scale_dtypes[0]
+    return formats.Spec(
+        cell.format,
+        cell.k,
+        k_pad,
+        block_size or k_pad,
+        cell.scale_dtype or fmt.scale_dtypes[0],
+        out_dtype=cell.out_dtype,
+        lora_dtype=cell.lora_dtype,
+        lora_smoothed=cell.lora_smoothed,
     )
+
+
+def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
+    spec = spec_of(cell)
+    default = formats.FORMATS[cell.format].default_block
+    block_size = default if cell.block_size == -1 else cell.block_size
     w = rng.standard_normal((cell.n, cell.k), np.float32)
     if cell.positive:
         w = rng.uniform(0.5, 1, w.shape).astype(np.float32)
@@ -631,11 +745,11 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     again, _ = program.run()
     split, _ = Poisoned(halves, *args).run()
     y, xp, xs, la, *private = first
-    v2 = found.kernel == "sm90_v2"
+    v2 = plan.budget.DESIGNS[found.kernel].private_layout
     path = plan.budget.v2_path(found.problem) if v2 else None
     rounded = path is not None and path.name in ("Nvfp4Rounded", "Int4Scaled")
     rounded = rounded and implementation == "cuda"
-    fused_quantizer = found.quantizer.kernel == 2
+    fused_quantizer = found.quantizer.kernel in (2, 5)
     if implementation == "cuda":
         check(poisoned, "results did not land in poisoned buffers")
     identical = check(
@@ -726,6 +840,7 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         "block_size": w.block_size,
         "plan_kernel": found.kernel,
         "plan_tile_m": found.tile_m,
+        "plan_tile_n": found.tile_n,
         "plan_cluster": found.cluster,
         "plan_quantizer": found.quantizer.kernel,
         "y_error_over_bound": round(ratio, 4),
@@ -797,7 +912,7 @@ def main() -> int:
     parser.add_argument("--kernel", help="only cells that force this kernel, or leave it open")
     parser.add_argument("--every", type=int, default=1, help="every N-th cell only")
     parser.add_argument(
-        "--paths", nargs="+", choices=V2_PATHS, help="only the sm90_v2 cells of these paths"
+        "--paths", nargs="+", choices=V2_PATHS, help="only the cells of these paths"
     )
     parser.add_argument(
         "--reference", action="store_true", help="run the jnp reference instead of the kernels"
@@ -806,7 +921,8 @@ def main() -> int:
     implementation = None if args.reference else "cuda"
     todo = list(small_cells()) if args.small else [*all_cells(), *extra_cells()]
     if args.paths:
-        todo = [*v2_cells(args.paths), *v2_extra_cells(args.paths)]
+        decode = [p for p in args.paths if p in plan.budget.DECODE_PATHS]
+        todo = [*v2_cells(args.paths), *v2_extra_cells(args.paths), *decode_cells(decode)]
     if args.kernel:
         todo = [cell for cell in todo if cell.kernel in (args.kernel, None)]
     todo = todo[:: args.every]

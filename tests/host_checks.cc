@@ -29,9 +29,34 @@ const void* GroupedKernel(GemmV2Path path, int tile_m) {
 #undef W4A4_KERNEL
   return compiled ? &kKernel : nullptr;
 }
+const bool kBuiltForSm100 = true;
+const void* Sm100GemmKernel(Format format, int group, int tile_n) {
+  const bool compiled = tile_n == 256 || tile_n == 128 || (tile_n == 64 && group == 1);
+  return format != Format::kInt4 && compiled && (group == 1 || group == 2) ? &kKernel : nullptr;
+}
 }  // namespace jax_w4a4
 
 extern "C" {
+
+// Offsets of the scale words of every row and atom, rows first.
+void ScaleWords(int64_t rows, int64_t atoms, int64_t* out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t a = 0; a < atoms; ++a) {
+      out[r * atoms + a] = Sm100ScaleWord(r, a, atoms);
+    }
+  }
+}
+uint64_t OperandDescriptor(uint32_t address) { return Sm100OperandDescriptor(address); }
+uint64_t ScaleDescriptor(uint32_t address) { return Sm100ScaleDescriptor(address); }
+uint32_t ScaledInstruction(int m, int n, int block, int first) {
+  return Sm100ScaledInstruction(m, n, block, first);
+}
+uint32_t F16Instruction(int m, int n, int bf16) {
+  return Sm100F16Instruction(m, n, bf16 != 0);
+}
+int Accumulators(int tile_n, int block) { return Sm100Accumulators(tile_n, block); }
+int ScaleColumns(int tile_n, int block) { return Sm100ScaleColumns(tile_n, block); }
+int64_t AtomsAlongK(int64_t k_pad, int block) { return Sm100Atoms(k_pad, block); }
 
 // kind: 0 e2m1, 1 s4, 2 u4, 3 e4m3, 4 e8m0, 5 f16, 6 bf16
 void Decode(int kind, const uint32_t* in, float* out, int64_t size) {

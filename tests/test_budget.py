@@ -146,14 +146,14 @@ class Sm100V2Test(parameterized.TestCase):
 
     @parameterized.parameters(
         # tile, format, accumulators, columns in use
-        ((256, 128, 2), "nvfp4", 2, 256 + 16 + 16),
-        ((128, 128, 1), "nvfp4", 2, 256 + 16 + 16),
-        ((256, 256, 2), "nvfp4", 1, 256 + 16 + 32),
-        ((128, 256, 1), "mxfp4", 1, 256 + 8 + 16),
-        ((128, 64, 1), "nvfp4", 2, 128 + 16 + 16),
+        ((256, 128, 2), "nvfp4", 3, 384 + 2 * (16 + 16)),
+        ((128, 128, 1), "mxfp4", 3, 384 + 2 * (8 + 8)),
+        ((256, 256, 2), "nvfp4", 1, 256 + 2 * (16 + 32)),
+        ((128, 256, 1), "mxfp4", 1, 256 + 2 * (8 + 16)),
+        ((128, 64, 1), "nvfp4", 3, 192 + 2 * (16 + 16)),
     )
     def test_tmem_columns(self, tile, format, accumulators, columns):
-        """256-wide accumulators leave no room for a second one beside the scales."""
+        """256-wide accumulators leave no room for a second one beside the scales of two stages."""
         p, target, config = problem(format=format), targets.get("sm_100"), self.config(tile)
         rows = by_name(budget.sm100_v2(p, target, config))
         self.assertEqual(rows["accumulator"].stages, accumulators)

@@ -401,6 +401,87 @@ class FormatFunctions(HostTest):
         np.testing.assert_array_equal(codes, want_codes[:, :block])
 
 
+def fields(**values):
+    """Bits of a descriptor: name=(value, first bit, width)."""
+    word = 0
+    for value, first, width in values.values():
+        assert 0 <= value < 1 << width
+        word |= value << first
+    return word
+
+
+class BlackwellLayout(HostTest):
+    """cuda/sm100_layout.h, the kernels' own functions, against the fields that are documented."""
+
+    def setUp(self):
+        super().setUp()
+        self.lib.OperandDescriptor.restype = self.lib.ScaleDescriptor.restype = ctypes.c_uint64
+        self.lib.ScaledInstruction.restype = self.lib.F16Instruction.restype = ctypes.c_uint32
+        self.lib.AtomsAlongK.restype = ctypes.c_int64
+
+    @parameterized.parameters((1, 1), (128, 4), (129, 8), (300, 3))
+    def test_scale_words(self, rows, atoms):
+        """Rows r, r + 32, r + 64, r + 96 of an atom side by side in lane r, four bytes each."""
+        out = np.empty((rows, atoms), np.int64)
+        self.lib.ScaleWords(ctypes.c_int64(rows), ctypes.c_int64(atoms), pointer(out))
+        tiles = -(-rows // 128)
+        places = np.arange(tiles * atoms * 128).reshape(tiles, atoms, 32, 4) * 4
+        want = places.transpose(0, 3, 2, 1).reshape(tiles * 128, atoms)[:rows]
+        np.testing.assert_array_equal(out, want)
+
+    @parameterized.parameters(0x400, 0x1C400, 0x38C00, 0x01000400)
+    def test_shared_memory_descriptors(self, address):
+        """Addresses in 16 bytes without the CTA's rank; version 1; 128-byte swizzle is 2."""
+        start = (address & 0x3FFFF) >> 4, 0, 14
+        version = 1, 46, 3
+        operand = fields(start=start, stride=(64, 32, 14), version=version, swizzle=(2, 61, 3))
+        self.assertEqual(self.lib.OperandDescriptor(ctypes.c_uint32(address)), operand)
+        scale = fields(start=start, stride=(8, 32, 14), version=version)
+        self.assertEqual(self.lib.ScaleDescriptor(ctypes.c_uint32(address)), scale)
+
+    @parameterized.product(m=(128, 256), n=(64, 128, 256), block=(16, 32), first=(0, 2))
+    def test_instruction_descriptors(self, m, n, block, first):
+        shape = {"n": (n // 8, 17, 6), "m": (m // 16, 24, 5)}
+        e2m1 = 1
+        scaled = fields(
+            b_scale=(first, 4, 2), a=(e2m1, 7, 3), b=(e2m1, 10, 3), e8m0=(block == 32, 23, 1),
+            a_scale=(first, 29, 2), **shape,
+        )  # fmt: skip
+        self.assertEqual(self.lib.ScaledInstruction(m, n, block, first), scaled)
+        for bf16 in (0, 1):
+            want = fields(fp32=(1, 4, 2), a=(bf16, 7, 3), b=(bf16, 10, 3), **shape)
+            self.assertEqual(self.lib.F16Instruction(m, n, bf16), want)
+
+    @parameterized.product(tile=plan.budget.DESIGNS["sm100_v2"].tiles, format=("nvfp4", "mxfp4"))
+    def test_tensor_memory_is_that_of_the_account(self, tile, format):
+        block = {"nvfp4": 16, "mxfp4": 32}[format]
+        half = "bfloat16"
+        scale = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}[format]
+        problem = plan.Problem(4352, 3072, 3840, 128, format, block, half, half, half, scale)
+        names = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
+        found = plan.solve(problem, "sm_100", kernel="sm100_v2", **names)
+        (row,) = (row for row in found.rows if row.name == "accumulator")
+        self.assertEqual(self.lib.Accumulators(found.tile_n, block), row.stages)
+        used = row.stages * found.tile_n + 2 * self.lib.ScaleColumns(found.tile_n, block)
+        config = plan.budget.Config(*tile[:2], found.tile_k, tile[2], 2, 0, 2)
+        target = plan.targets.get("sm_100")
+        self.assertEqual(plan.budget.tmem_columns(problem, target, config), used)
+        self.assertLessEqual(used, target.tmem_columns)
+
+    @parameterized.product(k_pad=(32, 256, 288, 3840), format=("nvfp4", "mxfp4"), m=(1, 128, 300))
+    def test_atoms_are_those_of_the_workspace(self, k_pad, format, m):
+        block = {"nvfp4": 16, "mxfp4": 32}[format]
+        half = "bfloat16"
+        scale = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}[format]
+        problem = plan.Problem(m, 200, k_pad, 0, format, block, half, half, half, scale)
+        buffers = plan.solve(problem, "sm_100", kernel="sm100_v2").workspace(m, "gemm")
+        atoms = self.lib.AtomsAlongK(ctypes.c_int64(k_pad), block)
+        self.assertEqual(
+            [(b.name, b.shape) for b in buffers],
+            [("act_atoms", (-(-m // 128) * atoms, 512)), ("weight_atoms", (2 * atoms, 512))],
+        )
+
+
 class PlanChecks(HostTest):
     """The handlers' checks on the attributes (cuda/plan.cc), decoded by XLA as on the GPU: they
     accept what the planner makes and refuse everything else, at compile where that is possible."""
@@ -432,7 +513,8 @@ class PlanChecks(HostTest):
             m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision,
             groups=groups,
         )  # fmt: skip
-        return plan.solve(problem, "sm_90", kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
+        target = "sm_100" if kernel.startswith("sm100") else "sm_90"
+        return plan.solve(problem, target, kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
     def v2_attrs(
         self, format="mxfp4", rank=32, k_pad=256, precision=None, group=None,
@@ -475,7 +557,8 @@ class PlanChecks(HostTest):
 
     @parameterized.parameters(
         ("plan", "schema", 1, "INVALID_ARGUMENT.*plan schema 1"),
-        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2"),
+        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "kernel", 9, "FAILED_PRECONDITION.*kernel 9; expected 1 .sm90_v1."),
         ("plan", "cc", 100, "FAILED_PRECONDITION.*sm_100"),
         ("plan", "tile_m", 48, "INVALID_ARGUMENT.*tile .48, 128, 64."),
         ("plan", "tile_n", 256, "INVALID_ARGUMENT.*tile"),
@@ -611,6 +694,87 @@ class PlanChecks(HostTest):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
             self.compile(plan_attrs, spec_attrs)()
 
+    @parameterized.product(
+        format=("nvfp4", "mxfp4"),
+        tile=plan.budget.DESIGNS["sm100_v2"].tiles,
+        rank=(0, 8, 256),
+    )
+    def test_every_sm100_plan_is_accepted(self, format, tile, rank):
+        block, scale = {"nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu")}[format]
+        tile = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
+        for k_pad, m, stages in itertools.product(
+            (32, 416, 3840), (64, 4352), ({}, {"main_stages": 2})
+        ):
+            attrs = self.attrs(
+                format, rank, m, k_pad, block, scale, kernel="sm100_v2", **tile, **stages
+            )
+            self.compile(*attrs, rank)()
+
+    def test_v1_of_sm100_is_accepted(self):
+        self.compile(*self.attrs(kernel="sm100_v1"))()
+
+    @parameterized.parameters(
+        ("plan", "kernel", 3, "FAILED_PRECONDITION.*kernel 3 runs on sm_90 only"),
+        ("plan", "cc", 90, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "cc", 120, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
+        ("plan", "tile_m", 128, "INVALID_ARGUMENT.*tile .128, "),
+        ("plan", "tile_n", 64, "INVALID_ARGUMENT.*compiled cluster and tile_n"),
+        ("plan", "tile_k", 128, "INVALID_ARGUMENT.*tile_k 256"),
+        ("plan", "cluster", 4, "INVALID_ARGUMENT.*cluster 4"),
+        ("plan", "threads", 192, "INVALID_ARGUMENT.*192 threads"),
+        ("plan", "main_stages", 1, "INVALID_ARGUMENT.*main 1"),
+        ("plan", "lora_stages", 2, "INVALID_ARGUMENT.*lora 2"),
+        ("plan", "store_stages", 1, "INVALID_ARGUMENT.*store 1"),
+        ("plan", "group_m", 0, "INVALID_ARGUMENT.*group_m 0"),
+        ("plan", "path", 3, "INVALID_ARGUMENT.*path 3"),
+        ("plan", "promote_k", 512, "INVALID_ARGUMENT.*promote_k 512"),
+    )
+    def test_sm100_refused_at_compile(self, which, key, value, text):
+        attrs = self.attrs(kernel="sm100_v2", tile_m=256, tile_n=128)
+        attrs = dict(zip(("plan", "spec"), attrs, strict=True))
+        attrs[which][key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(attrs["plan"], attrs["spec"])
+
+    def test_sm100_refuses_int4(self):
+        plan_attrs, _ = self.attrs(kernel="sm100_v2")
+        _, spec_attrs = self.attrs("int4", block=64, scale="float16")
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "expected format 0 . 1"):
+            self.compile(plan_attrs, spec_attrs)
+
+    @parameterized.parameters(
+        ("off_weight", 0, "weight overlap act|act overlap weight"),
+        ("off_weight", 512, "1024-byte aligned"),
+        ("off_act_scale", 0, "act_scale overlap|overlap act_scale"),
+        ("off_weight_scale", 64, "128-byte aligned"),
+        ("off_store", 128, "1024-byte aligned"),
+        ("off_store", 0, "overlap"),
+        ("off_aux", 0, "overlap"),
+        ("off_barriers", 0, "overlap"),
+        ("off_aux", 1 << 20, "of aux"),
+        ("bytes_act", 128, "of act at"),
+        ("bytes_weight", 16384, "of weight at"),
+        ("bytes_act_scale", 1024, "of act_scale"),
+        ("bytes_weight_scale", 1024, "of weight_scale"),
+        ("bytes_store", 4096, "of store"),
+        ("bytes_aux", 512, "of aux"),
+        ("bytes_barriers", 16, "of barriers"),
+        ("smem_bytes", 1024, "inside"),
+    )
+    def test_sm100_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.attrs(kernel="sm100_v2", tile_m=256, tile_n=128)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_sm100_refuses_ranks_without_16_byte_rows(self):
+        attrs = self.attrs(kernel="sm100_v2")
+        with self.assertRaisesRegex(
+            jax.errors.JaxRuntimeError, "multiple of 8, lora_up has rank 12"
+        ):
+            self.compile(*attrs, 12)()
+
     def test_every_v2_quantizer_is_accepted(self):
         """Its shapes and LoRA-down's shared memory are worked out twice, in Python and in C++."""
         seen = set()
@@ -625,8 +789,8 @@ class PlanChecks(HostTest):
         self.assertEqual(seen, set(plan.budget.QUANTIZER_SHAPES))
 
     @parameterized.parameters(
-        ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2.*1 .sm90_v1., 3 .sm90_v2. and 5"),
-        ("plan", "cc", 100, "FAILED_PRECONDITION.*sm90_v2 runs on sm_90"),
+        ("plan", "kernel", 10, "FAILED_PRECONDITION.*kernel 10 runs on sm_100 and sm_103 only"),
+        ("plan", "cc", 100, "FAILED_PRECONDITION.*kernel 3 runs on sm_90 only"),
         ("plan", "tile_m", 96, "INVALID_ARGUMENT.*tile .96, "),
         ("plan", "tile_n", 512, "INVALID_ARGUMENT.*tile"),
         ("plan", "tile_k", 64, "INVALID_ARGUMENT.*tile_k 128"),

@@ -52,7 +52,7 @@ class ShapeTest(parameterized.TestCase):
         for expected in (
             "matmul 4352 x 3840 x 3072 (M x K x N), nvfp4 block 16, rank 128",
             "sm_100 (B200)",
-            "design only: no kernel in this build",
+            "kernel sm100_v2, not in this build (it has: no kernel)",
             "stages: main 7, LoRA in the main ring, store 3",
             "shared memory 227328 of 232448 B (97.8 %) per CTA",
             "17 x 24 = 408 tiles on 74 CTA pairs (one CTA per SM) = 6 waves",
@@ -141,8 +141,9 @@ class ShapeTest(parameterized.TestCase):
             explain((512, 2048, 4096), format="mxfp4", groups=64, target="sm_100")
 
     def test_reason_for_the_plain_kernel(self):
-        text = str(explain((64, 3840, 3072), rank=128, target="sm_90"))
-        self.assertIn("- kernel sm90_v1 instead of sm90_v2: 64 rows, it is made for 256", text)
+        text = str(explain((128, 3840, 3072), rank=128, target="sm_90"))
+        self.assertIn("- kernel sm90_v1 instead of sm90_v2: 128 rows, it is made for 256", text)
+        self.assertIn("- kernel sm90_v1 instead of sm90_decode: 128 rows, it takes 1 to 64", text)
 
     def test_one_row_is_bound_by_memory(self):
         (call,) = explain((1, 4096, 4096), target="sm_90").calls
@@ -260,9 +261,9 @@ class StatusTest(parameterized.TestCase):
     """The table says what would really run."""
 
     @parameterized.parameters(
-        ((), "sm_90", "kernel sm90_v1, not in this build (it has: no kernel)"),
-        (("sm90_v1",), "sm_90", "kernel sm90_v1, in this build"),
-        (("sm90_v1",), "sm_100", "kernel sm100_v2, design only: no kernel in this build"),
+        ((), "sm_90", "kernel sm90_decode, not in this build (it has: no kernel)"),
+        (("sm90_decode",), "sm_90", "kernel sm90_decode, in this build"),
+        (("sm90_v1",), "sm_100", "kernel sm100_v2, not in this build (it has: sm90_v1)"),
     )
     def test_build(self, kernels, target, expected):
         with mock.patch.object(_ffi, "KERNELS", frozenset(kernels)):

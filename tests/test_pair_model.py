@@ -15,7 +15,9 @@ class ProtocolTest(parameterized.TestCase):
         ]  # fmt: skip
         self.assertGreaterEqual(len(corners), 18)
         for corner in corners:
-            states, violation = pair_model.explore(corner, reduce=False)
+            # In full but for the largest, where little is left that a smaller one does not reach.
+            large = corner.stages + corner.tiles > 4
+            states, violation = pair_model.explore(corner, reduce=large)
             self.assertIsNone(violation, corner)
             self.assertEqual(states == 1, corner.tiles == 0, corner)
 

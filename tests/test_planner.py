@@ -127,10 +127,15 @@ class StreamedLoraTest(parameterized.TestCase):
         self.assertIn("LoRA streamed through the main ring (2 extra steps)", reasons)
         self.assertIn("2 dedicated LoRA stages would leave 4 main stages", reasons)
 
-    def test_carving_out_is_chosen_where_it_is_cheaper(self):
-        """A single K step: the ring is never full, prefetched LoRA operands win."""
-        solved = plan.solve(problem(k=128, rank=32, m=128, n=256), B200)
-        self.assertEqual(solved.lora_stages, 2)
+    def test_carving_out_is_an_account(self):
+        """A single K step: the ring is never full, prefetched LoRA operands would win, and the
+        kernel streams all the same."""
+        p = problem(k=128, rank=32, m=128, n=256)
+        solved = plan.solve(p, B200)
+        self.assertEqual((solved.kernel, solved.lora_stages), ("sm100_v2", 0))
+        forced = plan.solve(p, B200, lora_stages=2)
+        self.assertEqual(forced.lora_stages, 2)
+        self.assertFalse(budget.DESIGNS[forced.kernel].runs(forced.lora_stages))
 
 
 class Sm90V1Test(parameterized.TestCase):
@@ -217,6 +222,114 @@ class Sm90V1Test(parameterized.TestCase):
         self.assertEqual(solved.main_stages, 2)
 
 
+class Sm90DecodeTest(parameterized.TestCase):
+    """Plans of the kernel for few rows."""
+
+    def solve(
+        self, m=1, n=4096, k=4096, format="mxfp4", rank=32, kernel=None, forced=(), **changes
+    ):
+        p = problem(m=m, n=n, k=k, format=format, rank=rank, **changes)
+        return plan.solve(p, "sm_90", kernel=kernel, **dict(forced))
+
+    @parameterized.product(m=(1, 2, 8, 9, 33, 64), format=("mxfp4", "nvfp4"), rank=(0, 16, 256))
+    def test_chosen_for_few_rows(self, m, format, rank):
+        solved = self.solve(m=m, format=format, rank=rank)
+        self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", 5))
+        self.assertEqual(solved.tile_m, min(t for t in budget.DECODE_TOKENS if t >= m))
+        self.assertLess(solved.tile_m // 2, max(m, 8))
+        # One CTA per SM, and room beside it for one of the quantizer's.
+        self.assertGreater(2 * (solved.smem_bytes + 1024), 228 * 1024)
+        self.assertLessEqual(solved.smem_bytes + 1024 + 20544 + 1024, 228 * 1024)
+
+    @parameterized.parameters(
+        (4096, 4096, 32), (14336, 4096, 112), (4096, 14336, 32), (8192, 8192, 64),
+        (16384, 16384, 128), (3072, 8192, 24), (5120, 5120, 40), (11008, 4096, 88),
+        (28672, 8192, 112),
+    )  # fmt: skip
+    def test_rows_fill_the_chip(self, n, k, tile_n):
+        """No wave is left with fewer than 95 % of the SMs."""
+        solved = self.solve(n=n, k=k)
+        self.assertEqual(solved.tile_n, tile_n)
+        where = planner.schedule(1, n, 8, tile_n, 1, targets.get("sm_90"))
+        self.assertGreaterEqual(where.fill, 0.95)
+
+    @parameterized.parameters(
+        # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums
+        (32, 1024, 16384, 8192, 128 * 33, 4 * 8 * 36 * 4),
+        (64, 512, 16384, 4096, 128 * 65, 4 * 8 * 68 * 4),
+        (72, 256, 9216, 2048, 128 * 73, 2 * 8 * 132 * 4),
+        (128, 256, 16384, 2048, 128 * 129, 2 * 8 * 132 * 4),
+    )
+    def test_account(self, tile_n, tile_k, weight, act, scales, sums):
+        solved = self.solve(forced={"tile_n": tile_n}.items())
+        attrs = solved.ffi_attrs()
+        self.assertEqual((attrs["kernel"], attrs["path"], solved.tile_k), (4, 1, tile_k))
+        self.assertEqual((attrs["bytes_weight"], attrs["bytes_act"]), (weight, act))
+        self.assertEqual((attrs["off_weight"], attrs["off_act"]), (0, weight))
+        self.assertEqual(attrs["stage_bytes"], weight + act)
+        self.assertEqual((attrs["bytes_weight_scale"], attrs["bytes_store"]), (scales, sums))
+        self.assertEqual(attrs["bytes_aux"], 16 * tile_n)
+        self.assertEqual(attrs["off_store"], 0)
+        self.assertLessEqual(weight * solved.main_stages, 98304)
+
+    @parameterized.parameters(
+        ({"m": 65}, "65 rows, it takes 1 to 64"),
+        ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
+        ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
+        ({"out_dtype": "float32"}, "the result is float32"),
+        ({"rank": 8}, "rank 8 is not a multiple"),
+        ({"forced": {"tile_m": 128}.items()}, "sm90_decode has no tile with tile_m=128"),
+    )
+    def test_left_to_others_with_the_reason(self, changes, reason):
+        solved = self.solve(**changes)
+        self.assertNotEqual(solved.kernel, "sm90_decode")
+        (why,) = (r for r in solved.reasons if "instead of sm90_decode: " in r)
+        self.assertIn(reason, why)
+
+    @parameterized.parameters(
+        {"m": 65}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
+    )  # fmt: skip
+    def test_forced_on_what_it_lacks(self, **changes):
+        with self.assertRaisesRegex(NotImplementedError, "sm90_decode cannot take this problem"):
+            self.solve(kernel="sm90_decode", **changes)
+
+    @parameterized.parameters(
+        ({}, 4), ({"x_dtype": "float32"}, 1), ({"lora_smoothed": True}, 1), ({"k": 4092}, 1),
+        ({"forced": {"quantizer": 2}.items()}, 2), ({"forced": {"quantizer": 1}.items()}, 1),
+    )  # fmt: skip
+    def test_quantizer(self, changes, kernel):
+        changes = dict(changes)
+        forced = changes.pop("forced", ())
+        p = dataclasses.replace(problem(m=3, n=512, k=4096, format="mxfp4", rank=32), **changes)
+        solved = plan.solve(p, "sm_90", **dict(forced))
+        self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", kernel))
+
+    @parameterized.parameters((4096, 2, 8), (4104, 4, 8), (8200, 8, 8), (28672, 8, 16))
+    def test_registers_of_the_quantizer_hold_a_token(self, k, chunks, warps):
+        p = dataclasses.replace(problem(m=1, k=-(-k // 32) * 32, format="mxfp4"), k=k)
+        q = plan.solve(p, "sm_90").quantizer
+        self.assertEqual((q.lane_chunks, q.warps, q.rows), (chunks, warps, 1))
+        self.assertGreaterEqual(q.lane_chunks * q.warps * 32 * 8, k)
+
+    def test_quantizer_four_is_its_own(self):
+        with self.assertRaisesRegex(ValueError, "quantizer 5 belongs to sm90_decode"):
+            plan.solve(problem(m=1000), "sm_90", quantizer=5)
+
+    def test_workspace(self):
+        solved = self.solve(m=5, n=512, k=4096)
+        self.assertEqual(
+            [(b.name, b.shape) for b in solved.workspace(5, "matmul")],
+            [
+                ("packed", (0, 2048)),
+                ("scales", (0, 128)),
+                ("lora_act", (5, 32)),
+                ("act", (5, 4096)),
+                ("token_scale", (13,)),
+                ("rows", (0, 4)),
+            ],
+        )
+
+
 class Sm90V2Test(parameterized.TestCase):
     """Plans of the prefill kernel: when it is chosen, with what, and what it leaves to sm90_v1."""
 
@@ -247,8 +360,8 @@ class Sm90V2Test(parameterized.TestCase):
     def test_left_to_v1_with_the_reason(self, changes, reason):
         solved = self.solve(**changes)
         self.assertEqual(solved.kernel, "sm90_v1")
-        self.assertStartsWith(solved.reasons[0], "kernel sm90_v1 instead of sm90_v2: ")
-        self.assertIn(reason, solved.reasons[0])
+        (why,) = (r for r in solved.reasons if r.startswith("kernel sm90_v1 instead of sm90_v2: "))
+        self.assertIn(reason, why)
 
     @parameterized.parameters(
         (32, None, "Int4Scaled"),
@@ -276,7 +389,9 @@ class Sm90V2Test(parameterized.TestCase):
         {"lora_dtype": "float32"},
     )
     def test_forced_on_what_it_lacks(self, **changes):
-        with self.assertRaisesRegex(NotImplementedError, "sm90_v2 cannot take this problem: .*v1"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "sm90_v2 cannot take this problem: .*another kernel"
+        ):
             self.solve(kernel="sm90_v2", **changes)
 
     @parameterized.parameters(
@@ -645,14 +760,26 @@ class RefusalTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "sm_120.*implementation='xla'"):
             plan.solve(problem(), "sm_120")
 
-    def test_no_int4_on_blackwell(self):
-        with self.assertRaisesRegex(NotImplementedError, "int4.*implementation='xla'"):
-            plan.solve(problem(format="int4"), "sm_100")
+    @parameterized.parameters(
+        ({"format": "int4"}, "no int4 path"),
+        ({"lora_dtype": "float32"}, "lora_up is float32"),
+        ({"out_dtype": "float32"}, "the result is float32"),
+        ({"rank": 20}, "rank 20 is not a multiple of 8"),
+        ({"m": 63}, "63 rows, it is made for 64"),
+        ({"n": 0}, "public layout"),
+    )
+    def test_what_sm100_v2_leaves_to_v1(self, changes, why):
+        p = problem(**changes)
+        solved = plan.solve(p, "sm_103")
+        self.assertEqual(solved.kernel, "sm100_v1")
+        self.assertRegex(solved.reasons[0], f"kernel sm100_v1 instead of sm100_v2: .*{why}")
+        if not changes.keys() & {"m", "n"}:
+            with self.assertRaisesRegex(NotImplementedError, f"{why}.*implementation='xla'"):
+                plan.solve(p, "sm_103", kernel="sm100_v2")
 
-    def test_lora_in_fp32_on_blackwell(self):
-        with self.assertRaisesRegex(NotImplementedError, "float32; cast lora_up"):
-            plan.solve(problem(lora_dtype="float32"), "sm_103")
-        plan.solve(problem(rank=0, lora_dtype="float32"), "sm_103")
+    def test_low_rank_dtype_without_a_low_rank_branch(self):
+        solved = plan.solve(problem(rank=0, lora_dtype="float32"), "sm_103")
+        self.assertEqual(solved.kernel, "sm100_v2")
 
     def test_kernel_for_another_target(self):
         with self.assertRaisesRegex(ValueError, "sm90_v1 is made for sm_90, not for sm_100"):
@@ -754,9 +881,13 @@ class PlanTest(parameterized.TestCase):
 class ForcedTest(parameterized.TestCase):
     """Forcing is the only way to fewer than two main stages, and never over budget."""
 
-    @parameterized.parameters(0, 1, 3)
-    def test_main_stages(self, stages):
-        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, main_stages=stages)
+    @parameterized.parameters(
+        ("svdquant_v2", 0), ("svdquant_v2", 1), ("sm100_v2", 2), ("sm100_v2", 3)
+    )
+    def test_main_stages(self, kernel, stages):
+        solved = plan.solve(
+            problem(), B200, kernel=kernel, tile_m=256, tile_n=128, main_stages=stages
+        )
         self.assertEqual(solved.main_stages, stages)
         self.assertIn("forced by the caller", "\n".join(solved.reasons))
 
@@ -764,10 +895,11 @@ class ForcedTest(parameterized.TestCase):
         with self.assertRaises(plan.DoesNotFitError):
             plan.solve(problem(), B200, tile_m=256, tile_n=128, main_stages=9)
 
-    @parameterized.product(kernel=("sm90_v1", "sm90_v2"), stages=(0, 1))
+    @parameterized.product(kernel=("sm90_v1", "sm90_v2", "sm100_v1", "sm100_v2"), stages=(0, 1))
     def test_a_kernel_needs_two(self, kernel, stages):
+        target = "sm_90" if kernel.startswith("sm90") else "sm_100"
         with self.assertRaisesRegex(plan.DoesNotFitError, "forced, .* needs 2 or more"):
-            plan.solve(problem(), "sm_90", kernel=kernel, main_stages=stages)
+            plan.solve(problem(), target, kernel=kernel, main_stages=stages)
 
     @parameterized.parameters("group_m", "promote_k")
     def test_32_bits(self, name):
@@ -789,8 +921,12 @@ class ForcedTest(parameterized.TestCase):
                 plan.solve(problem(), "sm_90", kernel=kernel)
 
     def test_store_stages(self):
-        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, store_stages=1)
-        self.assertEqual((solved.main_stages, solved.store_stages), (7, 1))
+        solved = plan.solve(problem(), B200, tile_m=256, tile_n=128, store_stages=2)
+        self.assertEqual((solved.main_stages, solved.store_stages), (7, 2))
+        with self.assertRaisesRegex(
+            plan.DoesNotFitError, "1 store stages forced, sm100_v2 needs 2"
+        ):
+            plan.solve(problem(), B200, store_stages=1)
 
 
 def shapes():
@@ -813,8 +949,10 @@ def with_capacity(name, capacity):
 
 
 def fit_rank(p, kernel):
-    """sm90_v2 takes whole chunks of ranks, and not every number of them."""
-    return dataclasses.replace(p, rank=min(p.rank // 16 * 16, 256)) if kernel == "sm90_v2" else p
+    """sm90_v2 takes whole chunks of ranks, and not every number; sm100_v2 whole 16 bytes."""
+    if kernel == "sm90_v2":
+        return dataclasses.replace(p, rank=min(p.rank // 16 * 16, 256))
+    return dataclasses.replace(p, rank=p.rank // 8 * 8) if kernel == "sm100_v2" else p
 
 
 def try_solve(*args, **kwargs):
@@ -830,6 +968,7 @@ class PropertyTest(parameterized.TestCase):
     @parameterized.parameters(
         ("sm_90", "sm90_v1"),
         ("sm_90", "sm90_v2"),
+        ("sm_100", "sm100_v1"),
         ("sm_100", "sm100_v2"),
         ("sm_103", "sm100_v2"),
         ("sm_100", "svdquant_v2"),
@@ -895,8 +1034,8 @@ class PropertyTest(parameterized.TestCase):
         check()
 
     def test_equals_brute_force(self):
-        """Against every (tile, LoRA, main, store) combination, with bytes and time written out
-        from the documents and not taken from the package."""
+        """Against every (tile, main, store) combination, with bytes and time written out from the
+        documents and not taken from the package."""
 
         @quick
         @given(
@@ -914,26 +1053,23 @@ class PropertyTest(parameterized.TestCase):
                 rows_m = tile_m // cta
                 main = rows_m * 144 + tile_n // cta * 128 + max(tile_n, 128) * 16
                 fixed = -(-8 * tile_n // 1024) * 1024 + 1024
-                for lora in (0, 1, 2) if rank else (0,):
-                    carved = lora * (rows_m + tile_n // cta) * rank * 2
-                    for stages in range(2, 12):
-                        for store in range(2, 30):
-                            if fixed + carved + stages * main + store * 8192 > capacity:
-                                break
-                            step = 2 * tile_m * tile_n * 256 / (1e16 / 148 * cta)
-                            wait = 650e-9 / stages
-                            tile = k // 256 * (step + wait)
-                            tile += -(-rank // 64) * (step + (0 if lora else wait))
-                            tile += 650e-9 if lora == 1 else 0
-                            if tile_n == 256:
-                                tile += tile_m * tile_n * 2 / (8e12 / 148 * cta)
-                            waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // (148 // cta))
-                            moved = (m + n) * (k // 2 + k // 16 + rank * 2) + 8 * n + 2 * m * n
-                            time = max(waves * tile, moved / 8e12)
-                            key = (round(time * 1e15), -tile_m * tile_n, -stages, lora, -store)
-                            if best is None or key < best[0]:
-                                best = (key, (tile_m, tile_n, cta, stages, lora, store))
-            solved = try_solve(problem(m=m, n=n, k=k, rank=rank), target)
+                for stages in range(2, 12):
+                    for store in range(2, 30):
+                        if fixed + stages * main + store * 8192 > capacity:
+                            break
+                        step = 2 * tile_m * tile_n * 256 / (1e16 / 148 * cta)
+                        wait = 650e-9 / stages
+                        tile = k // 256 * (step + wait)
+                        tile += -(-rank // 64) * (step + wait)
+                        if tile_n == 256:
+                            tile += tile_m * tile_n * 2 / (8e12 / 148 * cta)
+                        waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // (148 // cta))
+                        moved = (m + n) * (k // 2 + k // 16 + rank * 2) + 8 * n + 2 * m * n
+                        time = max(waves * tile, moved / 8e12)
+                        key = (round(time * 1e15), -tile_m * tile_n, -stages, -store)
+                        if best is None or key < best[0]:
+                            best = (key, (tile_m, tile_n, cta, stages, 0, store))
+            solved = try_solve(problem(m=m, n=n, k=k, rank=rank), target, kernel="sm100_v2")
             if best is None:
                 self.assertIsNone(solved)
                 return

@@ -129,11 +129,23 @@ class MissingKernelTest(parameterized.TestCase):
         ):
             self.assertIsNone(primitives._missing_kernel(self.sm90, 90))
 
-    def test_design_without_kernel(self):
-        """A design that exists on paper only is never emitted."""
-        if plan.budget.DESIGNS[self.sm100.kernel].implemented:
-            self.skipTest("the kernel exists")
-        self.assertRegex(primitives._missing_kernel(self.sm100, None), "has no kernel yet")
+    def test_account_without_kernel(self):
+        """A design or a staging that exists on paper only is never emitted."""
+        for choice in ({"kernel": "svdquant_v2"}, {"lora_stages": 2}):
+            account = plan.solve(self.sm100.problem, "sm_100", **choice)
+            self.assertRegex(primitives._missing_kernel(account, None), "account.*no kernel")
+        self.assertIsNone(primitives._missing_kernel(self.sm100, None))
+
+    def test_a_kernel_that_never_ran_on_its_chip(self):
+        """It asks for a self-test of this machine; a kernel that did run does not."""
+        built = mock.patch.object(_ffi, "KERNELS", frozenset({"sm90_v1", "sm100_v2"}))
+        with mock.patch.object(_ffi, "has_cuda", return_value=True), built:
+            with mock.patch.dict("os.environ", JAX_W4A4_ALLOW_UNPROVEN="0"):
+                why = primitives._missing_kernel(self.sm100, 100)
+                self.assertRegex(why, "sm100_v2 .*selftest.*ALLOW_UNPROVEN=1.*'xla'")
+                self.assertIsNone(primitives._missing_kernel(self.sm90, 90))
+            with mock.patch.dict("os.environ", JAX_W4A4_ALLOW_UNPROVEN="1"):
+                self.assertIsNone(primitives._missing_kernel(self.sm100, 100))
 
 
 class AbstractTest(parameterized.TestCase):
@@ -288,12 +300,25 @@ class CudaLoweringTest(parameterized.TestCase):
         self.assertEqual(len(re.findall(r"func private @_?jax_w4a4_matmul_reference", text)), 1)
 
     @mock.patch.dict("os.environ", JAX_W4A4_TARGET="sm_100")
+    def test_blackwell(self):
+        """Lowered for another machine: the tcgen05 kernel, v1 for what that one lacks, and an error
+        where a kernel is asked for by name."""
+        x = cases.activation(64, K, dtype="bfloat16")
+        for format, kernel in (("nvfp4", 2), ("int4", 10)):
+            w = cases.weight(N, K, format, rank=RANK)
+            text = cuda_text(lambda x, w=w: matmul(x, w), x)
+            self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
+            self.assertIn(f"kernel = {kernel} : i64", text)
+        with self.assertRaisesRegex(NotImplementedError, "no int4 path.*implementation='xla'"):
+            cuda_text(lambda x: matmul(x, w, implementation="sm100_v2"), x)
+
+    @mock.patch.dict("os.environ", JAX_W4A4_TARGET="sm_120")
     def test_target_without_plan(self):
-        """int4 on sm_100 has no design: the reference with a reason, or an error if asked for."""
-        w = cases.weight(N, K, "int4", rank=RANK)
-        with self.assertWarnsRegex(FallbackWarning, "sm100_v2 has no int4 path"):
+        """No kernel for the chip: the reference with a reason, or an error if asked for."""
+        w = cases.weight(N, K, rank=RANK)
+        with self.assertWarnsRegex(FallbackWarning, "no kernel design for sm_120"):
             self.assertEqual(ffi_calls(cuda_text(lambda x: matmul(x, w), self.x)), [])
-        with self.assertRaisesRegex(NotImplementedError, "no int4 path"):
+        with self.assertRaisesRegex(NotImplementedError, "sm_120.*implementation='xla'"):
             cuda_text(lambda x: matmul(x, w, implementation="cuda"), self.x)
 
 

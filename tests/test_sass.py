@@ -26,6 +26,7 @@ BRANCH = re.compile(r"\b0x([0-9a-f]+)")
 MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")
 GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)ELi(\d+)EE")
 GROUPED = re.compile(r"grouped_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)EE")
+BLACKWELL = re.compile(r"sm100\d+gemm_kernelILi(\d)ELi(\d+)ELi(\d+)EE")
 DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)EE")
 # operand of V2Path -> what the instruction is called
 OPCODES = {
@@ -38,14 +39,16 @@ OPCODES = {
 
 
 def read_kernels():
-    """{mangled name: [(address, opcode, rest)]} of every kernel in the extension."""
+    """{(architecture, mangled name): [(address, opcode, rest)]} of what is in the extension."""
     dump = subprocess.Popen(
         [CUOBJDUMP, "--dump-sass", _ffi._extension.__file__], stdout=subprocess.PIPE, text=True
     )
-    kernels, code = {}, []
+    kernels, code, arch = {}, [], ""
     for line in dump.stdout:
-        if "Function :" in line:
-            code = kernels.setdefault(line.split(":")[1].strip(), [])
+        if line.startswith("arch ="):
+            arch = line.split("=")[1].strip()
+        elif "Function :" in line:
+            code = kernels.setdefault((arch, line.split(":")[1].strip()), [])
         elif match := INSTRUCTION.match(line):
             code.append((int(match[1], 16), match[2], match[3]))
     assert dump.wait() == 0
@@ -53,8 +56,13 @@ def read_kernels():
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def everything():
     return read_kernels()
+
+
+@pytest.fixture(scope="module")
+def kernels(everything):
+    return {name: code for (arch, name), code in everything.items() if arch == "sm_90a"}
 
 
 def inner_loops(code):
@@ -169,9 +177,32 @@ class TestDown:
 
 
 @needs_kernels
+class TestBlackwell:
+    @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+    def test_tensor_instructions(self, everything, arch):
+        """Each once: the four MMAs of a stage, of both kinds, and the copies of its scale factors.
+        A loop around an MMA, as a compiler makes it of what is not uniform, would show as more."""
+        if arch.removeprefix("sm_") not in _ffi.build_info()["cuda_archs"]:
+            pytest.skip("not built for it")
+        seen = set()
+        for (built_for, name), code in everything.items():
+            match = BLACKWELL.search(name)
+            if match is None or built_for != arch:
+                continue
+            group, tile_n, block = map(int, match.groups())
+            seen.add((128 * group, tile_n, group, block))
+            count = collections.Counter(op.split(".")[0] for _, op, _ in code)
+            atoms = 256 // block // 4
+            assert count["UTCOMMA"] == count["UTCHMMA"] == 4, name
+            assert count["UTCCP"] == atoms * (1 + -(-tile_n // 128)), name
+        tiles = budget.DESIGNS["sm100_v2"].tiles
+        assert seen == {(*tile, block) for tile in tiles for block in (16, 32)}
+
+
+@needs_kernels
 class TestLocalMemory:
-    def test_no_kernel_uses_it(self, kernels):
-        for name, code in kernels.items():
+    def test_no_kernel_uses_it(self, everything):
+        for name, code in everything.items():
             assert not [op for _, op, _ in code if op.startswith(("LDL", "STL"))], name
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import jax_w4a4
-from jax_w4a4 import formats, selftest
+from jax_w4a4 import formats, plan, primitives, selftest
 from jax_w4a4.selftest import parts, probes, record, runner
 
 CHILD = pathlib.Path(__file__).resolve().parent / "selftest_child.py"
@@ -133,10 +133,59 @@ class PartTest(parameterized.TestCase):
         self.assertEqual(failed(found)["store"], ["not run: preflight failed"])
         self.assertIn("ZeroDivisionError", found[0]["log"])
 
+    @parameterized.parameters((3, []), (0, ["no kernel ran: the reference stood in for it"]))
+    def test_a_kernel_has_to_run(self, calls, failures):
+        """A plan without a kernel would be served by the reference."""
+        count = itertools.count(0, calls) if calls else itertools.repeat(0)
+        session = parts.Session(plan.targets.get("sm_90"))
+        part = {"one": lambda session: parts.Outcome(checks=1)}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(parts.PARTS, part),
+            mock.patch.object(parts._ffi, "counters", lambda: {"calls": next(count)}),
+        ):
+            out = pathlib.Path(folder, "lines")
+            parts.run_parts(["one"], out, lambda: session)
+            line = json.loads(out.read_text().splitlines()[-1])
+        self.assertEqual((line["failures"], line["kernel_calls"]), (failures, calls))
+
     def test_two_hangs_are_enough(self):
         sleep = (sys.executable, "-c", "import time; time.sleep(60)")
         found = failed(runner.run(["a", "b", "c"], command=sleep, limit_s=0.3))
         self.assertEqual(found["c"], ["not run: 2 parts had to be killed"])
+
+
+class VariantTest(parameterized.TestCase):
+    """What is run on a GPU: every kernel of its build, with plans that the kernels can honour."""
+
+    @parameterized.product(target=("sm_90", "sm_100", "sm_103"), kind=probes.KINDS)
+    def test_plans_have_kernels(self, target, kind):
+        session = parts.Session(plan.targets.get(target))
+        cc = session.target.cc
+        built = frozenset(
+            name for name, design in plan.budget.DESIGNS.items()
+            if design.implemented and cc in design.ccs
+        )  # fmt: skip
+        with (
+            mock.patch.object(parts._ffi, "KERNELS", built),
+            mock.patch.dict(os.environ, {record.ENV_ALLOW: "1"}),
+        ):
+            found = list(session.variants(kind))
+            self.assertNotEmpty(session.smallest(kind, 1))
+            for variant, rank in itertools.product(found, (0, 32, 128)):
+                problem = session.problem(kind, 300, 600, 1152, 1152, rank)
+                solved = session.plan(variant, problem)
+                self.assertIsNone(primitives._missing_kernel(solved, cc))
+        names = {variant.kernel for variant in found}
+        pairs = {variant.kernel for variant in found if variant.cluster == 2}
+        if target == "sm_90":
+            self.assertEqual(names, built)
+            self.assertEqual(pairs, {"sm90_v2"})
+        elif kind.format == "int4":
+            self.assertEqual(names, {"sm100_v1"})
+        else:
+            self.assertEqual(names, built)
+            self.assertEqual(pairs, {"sm100_v2"})
 
 
 class CommandTest(parameterized.TestCase):

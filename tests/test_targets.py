@@ -165,7 +165,7 @@ class CurrentTest(parameterized.TestCase):
             env={},
             check=True,
         )
-        self.assertEqual(done.stdout.strip(), "sm90_v1")
+        self.assertEqual(done.stdout.strip(), "sm90_decode")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ std::map<const void*, std::string>& Kernels() {
   static auto* kernels = new std::map<const void*, std::string>;
   return *kernels;
 }
-// Per kernel and device, which is the number of clusters here (entry.cc).
+// Per kernel and device, which is the number of clusters here (entry_sm90.cc).
 std::map<std::pair<const void*, int>, int>& SmemLimits() {
   static auto* limits = new std::map<std::pair<const void*, int>, int>;
   return *limits;

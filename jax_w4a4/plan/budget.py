@@ -35,6 +35,13 @@ __all__ = [
     "gemm_traffic",
     "grouped_row_tiles",
     "layout",
+    "DECODE_PATHS",
+    "DECODE_TOKENS",
+    "decode_act_bytes",
+    "decode_cta_bytes",
+    "decode_quantizer",
+    "decode_shape",
+    "down_sm100",
     "down_v2",
     "lora_steps",
     "output_tile_bytes",
@@ -43,12 +50,14 @@ __all__ = [
     "row_bytes",
     "sm90_v1",
     "sm90_v2",
+    "sm90_decode",
     "sm100_v2",
     "step_flops",
     "svdquant_v2",
     "tmem_columns",
     "token_quantizer",
     "v2_path",
+    "weight_stage_bytes",
     "workspace",
 ]
 
@@ -239,13 +248,14 @@ class QuantizerPlan:
 
     Attributes:
       kernel: 1 writes the public layout (codes and block scales), 2 that of the sm90_v2 gemm, 3
-        the public layout with a token in registers.
+        the public layout with a token in registers, 4 the same with the block scales as sm100_v2
+        reads them, 5 that of sm90_v2 for the few tokens of sm90_decode.
       rows: tokens per CTA.
       chunk_k: K elements at a time.
       threads, smem_bytes: per CTA.
-      warps: that hold a token in registers (quantizers 2 and 3).
-      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 and 3).
-      down: LoRA-down, where it is a launch of its own.
+      warps: that hold a token in registers (quantizers 2 to 5).
+      lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 5).
+      down: LoRA-down, where it is a launch of its own, or other CTAs of quantizer 5's.
       why: the reason for this kernel, where there was a choice.
     """
 
@@ -321,7 +331,7 @@ def _row(
 
 
 def sm90_v1(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
-    """The monolithic Hopper kernel: one CTA per tile, double-buffered loop, bf16 MMA.
+    """The monolithic kernel of sm_90 and sm_100: one CTA per tile, double-buffered, bf16 MMA.
 
     Operands are expanded exactly to bf16 on their way into shared memory. nvfp4 and mxfp4
     block scales are folded into them; int4 keeps fp32 scales because bf16 holds the integers
@@ -592,23 +602,102 @@ def _accumulator_bytes(config: Config) -> int:
 
 
 def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, int, int]:
-    """(accumulator stages, columns of one accumulator, columns of both block scales)."""
+    """(accumulators, columns of one, columns of both block scales, those of two stages).
+
+    cuda/sm100_layout.h has the kernel's side; tests compare them. Three accumulators, where they
+    fit, are a tile's product, its low-rank product, and the next tile's product.
+    """
     rows, columns = config.tile_m, _accumulator_bytes(config) // 512
     if config.cluster == 2 and "accumulator" in target.halved:
         rows, columns = rows // 2, columns // 2
     per_row = config.tile_k // problem.block_size
-    scales = _scale_columns(rows, per_row) + _scale_columns(config.tile_n, per_row)
-    stages = 2 if 2 * columns + scales <= target.tmem_columns else 1
+    scales = 2 * (_scale_columns(rows, per_row) + _scale_columns(config.tile_n, per_row))
+    stages = 3 if 3 * columns + scales <= target.tmem_columns else 1
     return stages, columns, scales
 
 
-def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
-    """The tcgen05 design for sm_100/sm_103: persistent, warp-specialised, TMEM accumulators.
+# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage.
+_DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
+DECODE_TOKENS = (8, 16, 32, 64)
+DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
+# Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
+_DECODE_IN_FLIGHT = 98304
 
-    A K step is 256 4-bit elements = 128 bytes per row. With ``lora_stages == 0`` the low-rank
-    operands take the main ring's slots as extra steps of 64 ranks (64 bf16 = 128 bytes per row)
-    after the K loop and own no bytes. Block scales keep the 128x4 atom, so rows round up
-    to 128.
+
+def decode_shape(tile_n: int) -> tuple[int, int, int]:
+    """Most weight rows, warpgroups along K and boxes of 256 K per stage of a decode CTA."""
+    return next(shape for shape in _DECODE_SHAPES if tile_n <= shape[0])
+
+
+def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The Hopper kernel for few tokens (cuda/sm90_decode.cuh): a CTA per SM streams weight rows.
+
+    The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
+    the CTA are resident. The four warpgroups divide K, and their sums lie over the ring.
+    """
+    m, n, k = config.tile_m, config.tile_n, config.tile_k
+    path = v2_path(problem)
+    assert path is not None, problem
+    rows, groups, _ = decode_shape(n)
+    main = config.main_stages
+    slab = m * (rows + 4) * 4
+    block = 0 if path.operand == "s8" else problem.block_size
+    scales = _align(problem.k_pad, k) // block * (n + 1) if block else 0
+
+    def row(*args, **kwargs) -> Row:
+        return _row(target, *args, **kwargs)
+
+    return (
+        row("weight", n * k // 2, main, "K loop", "tile_n*tile_k/2, 4-bit codes"),
+        row(
+            "activation", m * k * path.act_bytes, main, "K loop", f"tile_m*tile_k*{path.act_bytes}"
+        ),
+        row(
+            "weight_scale",
+            scales,
+            1 if scales else 0,
+            "kernel",
+            f"K/{block}*(tile_n+1), all of the tile's" if block else "in aux, one per row",
+        ),
+        row(
+            "activation_scale",
+            m * 4 if path.token_scale else 0,
+            1 if path.token_scale else 0,
+            "kernel",
+            f"tile_m*4, one fp32 {path.token_scale} per token"
+            if path.token_scale
+            else "folded into bf16",
+        ),
+        row("lora_up", 0, 0, "kernel", "from L2 into registers"),
+        row(
+            "lora_act",
+            slab if problem.rank else 0,
+            1 if problem.rank else 0,
+            "kernel",
+            f"tile_m*{rows + 4}*4, the low-rank product in fp32",
+        ),
+        row(
+            "store",
+            groups * slab,
+            config.store_stages,
+            "epilogue",
+            f"{groups}*tile_m*{rows + 4}*4, the sums of {groups} shares of K",
+            overlaps_main=False,
+        ),
+        row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
+        row("aux", n * 16, 1, "kernel", "tile_n*16, scales and bias of a row"),
+        row("barriers", 16 * main, 1, "kernel", "16 per stage"),
+    )
+
+
+def sm100_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
+    """The persistent, warp-specialised kernel for sm_100/sm_103 (cuda/sm100_gemm.cuh).
+
+    Accumulators are in TMEM. A K step is 256 4-bit elements = 128 bytes per row. With
+    ``lora_stages == 0`` the low-rank operands take the main ring's slots as extra steps of 64 ranks
+    (64 bf16 = 128 bytes per row) after the K loop and own no bytes; dedicated LoRA stages are an
+    account without a kernel.
+    Block scales keep the 128x4 atom, so rows round up to 128.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
     per_row = config.tile_k // problem.block_size
@@ -746,12 +835,33 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
     return QuantizerPlan(rows, chunk, threads, smem)
 
 
-# (lane chunks, warps) of quantizers 2 and 3 that are compiled.
+# (lane chunks, warps) of quantizers 2 to 4 that are compiled.
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
+# The same of quantizer 5.
+DECODE_QUANTIZER_SHAPES = ((2, 8), (4, 8), (8, 8), (8, 16))
+
+
+def decode_quantizer(problem: Problem) -> QuantizerPlan | None:
+    """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
+
+    A CTA takes a token. With a low-rank branch, clusters of eight CTAs of the same launch take 16
+    tokens and 32 ranks and divide K. No dynamic shared memory.
+    """
+    k = problem.k or problem.k_pad
+    for chunks, warps in DECODE_QUANTIZER_SHAPES:
+        if k <= 8 * 32 * chunks * warps:
+            threads = 32 * warps
+            down = DownPlan(16, 8, 0, threads, 0, 0) if problem.rank else None
+            return QuantizerPlan(
+                1, problem.k_pad, threads, 0, kernel=5, warps=warps, lane_chunks=chunks, down=down
+            )
+    return None
+
+
 def token_quantizer(problem: Problem, kernel: int) -> QuantizerPlan | None:
-    """Quantizer 2 or 3 (cuda/sm90_quantize_token.cuh), None where K is too long.
+    """Quantizer 2, 3 or 4 (cuda/sm90_quantize_token.cuh), None where K is too long.
 
     A token is held by the registers of ``warps`` warps, so a CTA of 256 threads, or of 16 warps,
     takes one or two tokens and has no dynamic shared memory.
@@ -783,6 +893,18 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
+def down_sm100(problem: Problem, capacity: int) -> DownPlan:
+    """LoRA-down of the sm100_v2 path (cuda/sm100_down.cuh): 64 tokens and 64 ranks per CTA.
+
+    A ring of 64-k stages, 64 rows of x and 64 of lora_down of 128 bytes each; barriers. Two CTAs
+    share an SM, eight stages at most.
+    """
+    stage = 2 * 64 * 128
+    stages = min(8, (capacity // 2 - 1024 - 128) // stage)
+    off = stages * stage
+    return DownPlan(64, 1, stages, 160, off + 16 * stages, off)
+
+
 def workspace(
     problem: Problem, design: Design, quantizer: QuantizerPlan, tile_m: int, m: Any, kind: str
 ) -> tuple[Buffer, ...]:
@@ -801,6 +923,17 @@ def workspace(
         Buffer("scales", (m, problem.k_pad // problem.block_size), problem.scale_dtype),
     )
     lora_act = Buffer("lora_act", (m, problem.rank), problem.lora_dtype)
+    if design.scale_atoms:
+        atoms = -(-problem.k_pad // 256) * (64 // problem.block_size)
+        private = tuple(
+            Buffer(name, ((rows + 127) // 128 * atoms, 512), "uint8")
+            for name, rows in (("act_atoms", m), ("weight_atoms", problem.n))
+        )
+        if kind == "gemm":
+            return private
+        if quantizer.kernel == 4:
+            public = (public[0], dataclasses.replace(public[1], shape=(0, public[1].shape[1])))
+        return (*public, lora_act, *private)
     if not design.private_layout:
         return (*public, lora_act) if kind == "matmul" else ()
     path = v2_path(problem)
@@ -812,14 +945,15 @@ def workspace(
     private = (
         Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
-        Buffer("rows", (max(1, problem.groups) * problem.n, 4), "float32"),
+        # sm90_decode works them out itself.
+        Buffer("rows", (0 if design.decode else max(1, problem.groups) * problem.n, 4), "float32"),
     )
     if kind == "grouped":
         table = Buffer("table", (grouped_row_tiles(problem, m, tile_m) + 1, 4), "int32")
         return (lora_act, *private, table)
     if kind == "gemm":
         return private
-    if quantizer.kernel == 2:
+    if quantizer.kernel in (2, 5):
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
     return (*public, lora_act, *private)
 
@@ -896,6 +1030,22 @@ def step_flops(config: Config) -> int:
     return 2 * config.tile_m * config.tile_n * config.tile_k
 
 
+def weight_stage_bytes(config: Config) -> int:
+    """4-bit weights of one main-loop step of one group."""
+    return config.tile_n * config.tile_k // 2
+
+
+def decode_cta_bytes(problem: Problem, config: Config) -> int:
+    """Weights and block scales that a CTA of sm90_decode reads."""
+    scale = ITEMSIZE[problem.scale_dtype]
+    return config.tile_n * (problem.k_pad // 2 + problem.k_pad // problem.block_size * scale)
+
+
+def decode_act_bytes(problem: Problem, config: Config) -> int:
+    """Activations that a CTA of sm90_decode reads, out of L2."""
+    return config.tile_m * row_bytes(problem)
+
+
 def output_tile_bytes(problem: Problem, config: Config) -> int:
     """Bytes that one group writes per tile."""
     return config.tile_m * config.tile_n * ITEMSIZE[problem.out_dtype]
@@ -928,6 +1078,14 @@ class Design:
       private_layout: the gemm reads activations in a layout of its own.
       grouped: it takes rows sorted by group and a weight for each group, and nothing else.
       shared_tiles: values of tile_m whose CTAs share an SM, two and two.
+      scale_atoms: the gemm reads the block scales of both operands as 128x4 atoms.
+      lora_runs: those of ``lora_choices`` that the kernel has; the others are accounts.
+      group_m: most m tiles that share a sweep over n; 0 where the hardware orders the tiles.
+      unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
+      decode: made for few tokens; the tile holds all of them.
+      least_smem: that a launch asks for, so that no second CTA shares an SM.
+      spare_smem: that a launch leaves for a CTA of the launch before it, to start early.
+      most_weight_bytes: in the ring's stages; None for as many as fit.
     """
 
     name: str
@@ -951,6 +1109,14 @@ class Design:
     lora_row_bytes: int = 128
     interleaved: bool = False
     private_layout: bool = False
+    decode: bool = False
+    least_smem: int = 0
+    spare_smem: int = 0
+    most_weight_bytes: int | None = None
+    scale_atoms: bool = False
+    lora_runs: tuple[int, ...] | None = None
+    group_m: int = 0
+    unproven: bool = False
     grouped: bool = False
     shared_tiles: tuple[int, ...] = ()
 
@@ -967,8 +1133,14 @@ class Design:
         reserved = target.smem_per_sm - target.smem_bytes
         return target.smem_per_sm // ctas - reserved
 
-    def step(self, problem: Problem) -> int:
+    def runs(self, lora_stages: int) -> bool:
+        """Whether the kernel has this LoRA staging."""
+        return self.lora_runs is None or lora_stages in self.lora_runs
+
+    def step(self, problem: Problem, tile_n: int) -> int:
         """K elements of one main-loop step."""
+        if self.decode:
+            return 256 * decode_shape(tile_n)[2]
         path = v2_path(problem) if self.private_layout else None
         return path.tile_k if path else self.tile_k[problem.format]
 
@@ -979,6 +1151,9 @@ class Design:
 
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
+        if self.decode:
+            least = min((t for t in DECODE_TOKENS if problem.m and t >= problem.m), default=0)
+            return tuple(t for t in self.tiles if t[0] == least)
         path = v2_path(problem) if self.private_layout else None
         if path is None:
             return self.tiles
@@ -1035,6 +1210,55 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 lora_row_bytes=64,
                 interleaved=True,
                 private_layout=True,
+                group_m=11,
+            ),
+            Design(
+                name="sm100_v1",
+                code=10,
+                implemented=True,
+                ccs=frozenset({100, 103}),
+                rows=sm90_v1,
+                tiles=((128, 128, 1), (64, 128, 1), (32, 128, 1)),
+                tile_k=dict.fromkeys(FORMATS, 64),
+                threads=256,
+                align=128,
+                persistent=False,
+                max_main_stages=2,
+                min_store_stages=0,
+                grow_store=False,
+                lora_choices=(1,),
+                main_peak=dict.fromkeys(FORMATS, "peak_bf16"),
+                up_peak="peak_fp32",
+                down_peak="peak_fp32",
+                grow_main=False,
+                unproven=True,
+            ),
+            Design(
+                name="sm90_decode",
+                code=4,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_decode,
+                tiles=tuple((m, n, 1) for m in DECODE_TOKENS for n in range(128, 0, -8)),
+                tile_k={},
+                threads=640,
+                align=128,
+                persistent=False,
+                max_main_stages=16,
+                min_store_stages=1,
+                grow_store=False,
+                lora_choices=(0,),
+                main_peak={},
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+                interleaved=True,
+                private_layout=True,
+                decode=True,
+                # Two CTAs of up to 115712 bytes fit an SM's 228 KB with 1 KB reserved for each.
+                least_smem=115840,
+                # Quantizer 4 has 20544 bytes, and 1 KB is reserved.
+                spare_smem=21568,
+                most_weight_bytes=_DECODE_IN_FLIGHT,
             ),
             Design(
                 name="sm90_grouped",
@@ -1062,18 +1286,19 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 lora_row_bytes=64,
                 interleaved=True,
                 private_layout=True,
+                group_m=11,
                 grouped=True,
                 shared_tiles=(16,),
             ),
             Design(
                 name="sm100_v2",
                 code=2,
-                implemented=False,
+                implemented=True,
                 ccs=frozenset({100, 103}),
                 rows=sm100_v2,
                 tiles=((256, 256, 2), (256, 128, 2), (128, 256, 1), (128, 128, 1), (128, 64, 1)),
                 tile_k=dict.fromkeys(("nvfp4", "mxfp4"), 256),
-                threads=192,
+                threads=384,
                 align=1024,
                 persistent=True,
                 max_main_stages=None,
@@ -1083,6 +1308,10 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 main_peak=dict.fromkeys(("nvfp4", "mxfp4"), "peak_fp4"),
                 up_peak="peak_bf16",
                 down_peak="peak_bf16",
+                scale_atoms=True,
+                lora_runs=(0,),
+                group_m=11,
+                unproven=True,
             ),
             Design(
                 name="svdquant_v2",

@@ -32,7 +32,11 @@ __all__ = [
 SCHEMA = 3
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
-_DEFAULT_KERNELS = {90: ("sm90_v2", "sm90_v1"), 100: ("sm100_v2",), 103: ("sm100_v2",)}
+_DEFAULT_KERNELS = {
+    90: ("sm90_decode", "sm90_v2", "sm90_v1"),
+    100: ("sm100_v2", "sm100_v1"),
+    103: ("sm100_v2", "sm100_v1"),
+}
 _GROUPED_KERNELS = {90: "sm90_grouped"}
 # What a caller of `solve` may fix instead of leaving it to the solver.
 FORCIBLE = (
@@ -62,6 +66,8 @@ _EXPAND_ROWS = 32
 # sm90_v2 is chosen from this many rows on; nothing is measured below.
 _V2_LEAST_M = 256
 _V2_MOST_RANK = 256
+# sm100_v2 is chosen from half of its smallest tile on; nothing is measured on such a chip.
+_SM100_LEAST_M = 64
 # 16 * 8 * 15 * K, the largest sum of weights times 16 and unsigned activations, is below 2^31.
 _V2_MOST_INT4_K = 1 << 20
 
@@ -92,9 +98,17 @@ _V2_COLUMN_S = {
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
 _V2_EPILOGUE_S = 5e-9
-# m tiles that share one sweep over n: their activations stay in L2 while the weights pass by. Same
-# data: up to 6 % faster than one group of 22 when the chip runs hot, equal otherwise.
-_V2_GROUP_M = 11
+# Design.group_m of sm90_v2, same data: up to 6 % faster than one group of 22 when the chip runs
+# hot, equal otherwise. sm100_v2 takes it over, unmeasured.
+
+# sm90_decode: seconds of a wave before and after its stream, bytes per second of the chip, of one
+# SM and of L2, seconds of a warpgroup for 64 rows of 128 K and for each token of them.
+_DECODE_FIXED_S = 2.5e-6
+_DECODE_CHIP_BYTES_S = 4.55e12
+_DECODE_SM_BYTES_S = 36e9
+_DECODE_L2_BYTES_S = 5.5e12
+_DECODE_RECORD_S = 0.38e-6
+_DECODE_TOKEN_S = 1.5e-9
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -153,7 +167,8 @@ class Plan:
 
     Attributes:
       schema: version of this record.
-      kernel: ``"sm90_v1"``, ``"sm90_v2"``, ``"sm100_v2"``, or an account without a kernel
+      kernel: ``"sm90_v1"``, ``"sm90_v2"``, ``"sm100_v1"``, ``"sm100_v2"``, or an account without
+        a kernel
         (``"svdquant_v2"``).
       target, cc: architecture planned for.
       tile_m, tile_n, tile_k: tile of one group of ``cluster`` CTAs, and its K step.
@@ -353,7 +368,7 @@ def solve(
       kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem,
         with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
-        promote_k, quantizer (1 or 2, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as
+        promote_k, quantizer (1, 2 or 5, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as
         given instead of chosen. Only a forced ``main_stages`` of a design without a kernel can be
         below 2.
 
@@ -398,7 +413,7 @@ def _solve(
     refused: list[str] = []
     for tile_m, tile_n, cluster in _tiles(design, problem, choice):
         for lora in _lora_choices(design, problem, choice):
-            step = design.step(problem)
+            step = design.step(problem, tile_n)
             config = Config(tile_m, tile_n, step, cluster, 0, lora, 0)
             fitted = _fit(design, problem, target, config, choice)
             if isinstance(fitted, str):
@@ -411,7 +426,7 @@ def _solve(
             f"{target.name} for {design.name} at rank {problem.rank}, {problem.format}:\n  "
             + "\n  ".join(refused)
         )
-    found.sort(key=_Candidate.order)
+    found.sort(key=lambda c: (not design.runs(c.config.lora_stages), *c.order()))
     best = found[0].config
     rows, regions, smem = _place(design, problem, target, best)
     group_m, why_group = _group_m(design, problem, best, choice)
@@ -437,7 +452,7 @@ def _solve(
         lora_stages=best.lora_stages,
         store_stages=best.store_stages,
         threads=design.threads,
-        smem_bytes=smem,
+        smem_bytes=max(smem, design.least_smem),
         group_m=group_m,
         promote_k=promote_k,
         regions=regions,
@@ -477,13 +492,17 @@ def _design(
             raise NotImplementedError(
                 f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; {way_out}"
             )
-        if len(names) == 1:
-            return _checked(problem, budget.DESIGNS[names[0]], target, way_out), ()
-        first, last = names
-        why = _why_not_v2(problem, target, forced)
-        if why is None:
-            return budget.DESIGNS[first], ()
-        return budget.DESIGNS[last], (f"kernel {last} instead of {first}: {why}",)
+        last, reasons = names[-1], []
+        for name in names[:-1]:
+            why = _WHY_NOT[name](problem, target, forced)
+            if why is None:
+                last = name
+                break
+            reasons.append((name, why))
+        # That a prefill is no decode goes without saying.
+        few = problem.m is not None and problem.m < _V2_LEAST_M
+        told = [(name, why) for name, why in reasons if name != "sm90_decode" or few]
+        return budget.DESIGNS[last], tuple(f"kernel {last} instead of {n}: {w}" for n, w in told)
     design = budget.DESIGNS[kernel]
     if target.cc not in design.ccs:
         raise ValueError(
@@ -517,19 +536,27 @@ def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_ou
 
 
 def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
-    if design.name == "sm90_v1":
+    if design.name in ("sm90_v1", "sm100_v1"):
         return design
     if design.grouped:
         raise NotImplementedError(
             f"jax_w4a4.plan: kernel {design.name} takes a weight for each group of rows, not one; "
             "plan with kernel=None"
         )
-    if design.name == "sm90_v2":
-        why = _v2_lacks(problem)
+    if design.private_layout:
+        why = _decode_lacks(problem) if design.decode else _v2_lacks(problem)
         if why is not None:
             raise NotImplementedError(
-                f"jax_w4a4.plan: kernel sm90_v2 cannot take this problem: {why}; plan with "
-                f"kernel=None, which takes sm90_v1 here, or {way_out}"
+                f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {why}; plan with "
+                f"kernel=None, which takes another kernel here, or {way_out}"
+            )
+        return design
+    if design.name == "sm100_v2":
+        why = _sm100_lacks(problem)
+        if why is not None:
+            raise NotImplementedError(
+                f"jax_w4a4.plan: kernel sm100_v2 cannot take this problem: {why}; plan with "
+                f"kernel=None, which takes sm100_v1 here, or {way_out}"
             )
         return design
     if problem.format == "int4":
@@ -561,6 +588,71 @@ def _v2_lacks(problem: Problem) -> str | None:
     return None
 
 
+def _sm100_lacks(problem: Problem) -> str | None:
+    """What sm100_v2 has no code for, None if it can run the problem."""
+    if problem.format == "int4":
+        return "it has no int4 path, the chip has no 4-bit integer MMA"
+    if budget.ITEMSIZE[problem.out_dtype] != 2:
+        return f"the result is {problem.out_dtype}, it stores bfloat16 and float16"
+    if problem.rank and budget.ITEMSIZE[problem.lora_dtype] != 2:
+        return f"lora_up is {problem.lora_dtype}, its low-rank MMA takes bfloat16 and float16"
+    if problem.rank % 8:
+        return f"rank {problem.rank} is not a multiple of 8"
+    return None
+
+
+def _why_not_sm100(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
+    """Why sm100_v2 is not chosen by itself, None if it is."""
+    if problem.n == 0:
+        return "an activation that is quantized on its own has the public layout"
+    lacks = _sm100_lacks(problem)
+    if lacks is not None:
+        return lacks
+    if problem.m is not None and problem.m < _SM100_LEAST_M:
+        return f"{problem.m} rows, it is made for {_SM100_LEAST_M} and more"
+    return None
+
+
+def _decode_lacks(problem: Problem) -> str | None:
+    """What sm90_decode has no code for, None if it can run the problem."""
+    most = budget.DECODE_TOKENS[-1]
+    if problem.m is None:
+        return "M is symbolic"
+    if not 1 <= problem.m <= most:
+        return f"{problem.m} rows, it takes 1 to {most}"
+    if problem.n == 0:
+        return "N is 0"
+    path = budget.v2_path(problem)
+    if path is None or path.name not in budget.DECODE_PATHS:
+        return f"it has no path {path.name if path else 'for this block size'}"
+    return _v2_lacks(problem)
+
+
+def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
+    """Why sm90_decode is not chosen by itself, None if it is."""
+    lacks = _decode_lacks(problem)
+    if lacks is not None:
+        return lacks
+    return _no_tile(budget.DESIGNS["sm90_decode"], problem, target, forced)
+
+
+def _no_tile(
+    design: Design, problem: Problem, target: Target, forced: dict[str, int]
+) -> str | None:
+    """Why no tile of a design will do, None if one does."""
+    try:
+        tiles = _tiles(design, problem, forced)
+    except ValueError as error:
+        return str(error).removeprefix("jax_w4a4.plan: ")
+    fits = [
+        _fit(design, problem, target, Config(*t[:2], design.step(problem, t[1]), t[2], 0, 0, 0), {})
+        for t in tiles
+    ]
+    if all(isinstance(fit, str) for fit in fits):
+        return f"no tile of it fits {target.smem_bytes} B of shared memory"
+    return None
+
+
 def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
     """Why sm90_v2 is not chosen by itself, None if it is."""
     if problem.n == 0:
@@ -570,16 +662,15 @@ def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str
         return lacks
     if problem.m is not None and problem.m < _V2_LEAST_M:
         return f"{problem.m} rows, it is made for {_V2_LEAST_M} and more"
-    design = budget.DESIGNS["sm90_v2"]
-    try:
-        tiles = _tiles(design, problem, forced)
-    except ValueError as error:
-        return str(error).removeprefix("jax_w4a4.plan: ")
-    step = design.step(problem)
-    fits = [_fit(design, problem, target, Config(*t[:2], step, t[2], 0, 0, 0), {}) for t in tiles]
-    if all(isinstance(fit, str) for fit in fits):
-        return f"no tile of it fits {target.smem_bytes} B of shared memory"
-    return None
+    return _no_tile(budget.DESIGNS["sm90_v2"], problem, target, forced)
+
+
+# Why a kernel is not chosen by itself; the first of _DEFAULT_KERNELS without a reason is.
+_WHY_NOT = {
+    "sm90_decode": _why_not_decode,
+    "sm90_v2": _why_not_v2,
+    "sm100_v2": _why_not_sm100,
+}
 
 
 def _quantizer(
@@ -587,26 +678,40 @@ def _quantizer(
 ) -> QuantizerPlan:
     """The activation quantizer's launch, with the reason where there is a choice."""
     asked = forced.get("quantizer")
-    if asked not in (None, 1, 2):
-        raise ValueError(f"jax_w4a4.plan: forced quantizer is {asked}; expected 1 or 2")
+    if asked not in (None, 1, 2, 5):
+        raise ValueError(f"jax_w4a4.plan: forced quantizer is {asked}; expected 1, 2 or 5")
     if not design.private_layout:
-        if asked == 2:
+        if asked in (2, 5):
             raise ValueError(
-                f"jax_w4a4.plan: quantizer 2 writes the layout of sm90_v2, not of {design.name}"
+                f"jax_w4a4.plan: quantizer {asked} writes the layout of sm90_v2 and sm90_decode, "
+                f"not of {design.name}"
             )
-        # The gemm of sm90_v1 shares a handler with its own quantizer.
-        alone = problem.n == 0 and design.name == "sm90_v1" and asked is None
-        found = _token_quantizer(problem, target, 3) if alone else None
-        return found if isinstance(found, QuantizerPlan) else budget.quantizer_v1(problem)
-    found = _token_quantizer(problem, target, 2)
+        # The gemms of v1 share a handler with their own quantizer.
+        kernel = 4 if design.scale_atoms else 3 if problem.n == 0 else None
+        if kernel is None or not design.code:
+            return budget.quantizer_v1(problem)
+        why = _token_quantizer(problem, target, kernel)
+        if asked is None and isinstance(why, QuantizerPlan):
+            return why
+        if kernel == 3:
+            return budget.quantizer_v1(problem)
+        why = why if isinstance(why, str) else "forced by the caller"
+        return dataclasses.replace(
+            budget.quantizer_v1(problem),
+            why=f"quantizer of the public layout, then a pass over the block scales: {why}",
+        )
+    if asked == 5 and not design.decode:
+        raise ValueError("jax_w4a4.plan: quantizer 5 belongs to sm90_decode")
+    kernel = asked if asked in (2, 5) else 5 if design.decode else 2
+    found = _token_quantizer(problem, target, kernel)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
     if design.grouped:
         raise ValueError(
             f"jax_w4a4.plan: {design.name} has quantizer 2 only, got quantizer={asked}"
         )
-    if asked == 2:
-        raise ValueError(f"jax_w4a4.plan: quantizer 2 cannot take this problem: {found}")
+    if asked in (2, 5):
+        raise ValueError(f"jax_w4a4.plan: quantizer {asked} cannot take this problem: {found}")
     why = "forced by the caller" if isinstance(found, QuantizerPlan) else found
     return dataclasses.replace(
         budget.quantizer_v1(problem),
@@ -615,15 +720,18 @@ def _quantizer(
 
 
 def _token_quantizer(problem: Problem, target: Target, kernel: int) -> QuantizerPlan | str:
-    """Launches of quantizer 2 or 3, or why there are none."""
+    """Launches of quantizer 2 to 5, or why there are none."""
     k = problem.k or problem.k_pad
     name = f"quantizer {kernel}"
     if k % 8:
         return f"{name} loads rows of whole 16 bytes, K is {k}"
-    plan = budget.token_quantizer(problem, kernel)
+    if kernel == 5:
+        plan = budget.decode_quantizer(problem)
+    else:
+        plan = budget.token_quantizer(problem, kernel)
     if plan is None:
         return f"{name} keeps a token in registers, K = {k} is too long"
-    to = "straight into the gemm's layout" if kernel == 2 else "to codes and block scales"
+    to = "to codes and block scales" if kernel in (3, 4) else "straight into the gemm's layout"
     text = f"{name}: one read of x, {to}, {plan.warps} warps hold a token in registers"
     if not problem.rank:
         return dataclasses.replace(plan, why=text)
@@ -632,12 +740,20 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
             f"LoRA-down beside {name} reads bfloat16, x is {problem.x_dtype} and lora_down "
             f"{problem.lora_dtype}"
         )
-    if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
-        return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
     if problem.lora_smoothed:
         return f"LoRA-down beside {name} reads x before smoothing"
-    cluster = _down_cluster(problem, target)
-    down = budget.down_v2(problem, cluster, target.smem_bytes)
+    if target.cc >= 100:
+        if problem.rank % 8:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 8"
+        cluster = 1
+        down = budget.down_sm100(problem, target.smem_bytes)
+    else:
+        if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
+            return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
+        if plan.down is not None:
+            return dataclasses.replace(plan, why=f"{text}; LoRA-down in the same launch")
+        cluster = _down_cluster(problem, target)
+        down = budget.down_v2(problem, cluster, target.smem_bytes)
     text += (
         f"; LoRA-down beside it, {down.rows} tokens and K on {_ctas(cluster)}, "
         f"{_count(down.stages, 'stage')}"
@@ -681,16 +797,16 @@ def _group_m(
     design: Design, problem: Problem, best: Config, forced: dict[str, int]
 ) -> tuple[int, tuple[str, ...]]:
     """m tiles per sweep over n."""
-    if not design.private_layout:
+    if not design.group_m:
         if "group_m" in forced:
             raise ValueError(f"jax_w4a4.plan: {design.name} has no group_m")
         return 0, ()
     if "group_m" in forced:
         return max(1, forced["group_m"]), ("group_m forced by the caller",)
     if problem.m is None:
-        return _V2_GROUP_M, ()
+        return design.group_m, ()
     tiles = max(1, -(-group_rows(problem.groups, problem.m)[1] // best.tile_m))
-    groups = -(-tiles // _V2_GROUP_M)
+    groups = -(-tiles // design.group_m)
     return -(-tiles // groups), (
         f"{_count(groups, 'group')} of up to {_count(-(-tiles // groups), 'm tile')}: a group's "
         "activations stay in L2 while the weights pass by once",
@@ -751,15 +867,17 @@ def _fit(
     store = forced.get("store_stages", design.min_store_stages)
     if store and not design.min_store_stages:
         return f"{store} store stages forced, {design.name} stores from registers"
+    if design.implemented and store < design.min_store_stages:
+        return f"{store} store stages forced, {design.name} needs {design.min_store_stages} or more"
     if design.private_layout and store != design.min_store_stages:
         return f"{store} store stages forced, {design.name} has {design.min_store_stages}"
     config = dataclasses.replace(config, store_stages=store)
-    capacity = design.capacity(target, config.tile_m)
 
     def smem(**changes: int) -> int:
         return _smem(design, problem, target, dataclasses.replace(config, **changes))
 
     most = design.max_main_stages
+    capacity = design.capacity(target, config.tile_m) - design.spare_smem
     if "main_stages" in forced:
         main = forced["main_stages"]
         if most is not None and main > most:
@@ -768,7 +886,13 @@ def _fit(
             return f"{_count(main, 'main stage')} forced, {design.name} needs 2 or more"
     else:
         main = 0
-        while (most is None or main < most) and smem(main_stages=main + 1) <= capacity:
+        weight = budget.weight_stage_bytes(config)
+        in_flight = design.most_weight_bytes
+        while (
+            (most is None or main < most)
+            and (in_flight is None or main < 2 or (main + 1) * weight <= in_flight)
+            and smem(main_stages=main + 1) <= capacity
+        ):
             main += 1
     fixed = smem(main_stages=0)
     if ("main_stages" not in forced and main < 2) or smem(main_stages=main) > capacity:
@@ -789,6 +913,8 @@ def _fit(
 
 def _cost(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """What the planner minimises. Comparable only between configurations of one design."""
+    if design.decode:
+        return _decode_seconds(problem, target, config)
     if design.private_layout:
         return _v2_seconds(design, problem, target, config)
     if not design.persistent:
@@ -850,6 +976,31 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
     return max(where.waves * tile, moved / target.hbm_bytes_per_s)
 
 
+def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
+    """Model of sm90_decode: the slowest of memory, one SM's share, expansion and L2, per wave."""
+    where = schedule(config.tile_m, problem.n, config.tile_m, config.tile_n, 1, target)
+    per_cta = budget.decode_cta_bytes(problem, config)
+    steps = -(-problem.k_pad // config.tile_k)
+    share = steps * _decode_step_seconds(config)
+    activations = min(where.tiles, where.groups) * budget.decode_act_bytes(problem, config)
+    return where.waves * (
+        _DECODE_FIXED_S
+        + max(
+            min(where.tiles, where.groups) * per_cta / _DECODE_CHIP_BYTES_S,
+            per_cta / _DECODE_SM_BYTES_S,
+            share,
+            activations / _DECODE_L2_BYTES_S,
+        )
+    )
+
+
+def _decode_step_seconds(config: Config) -> float:
+    """What the four warpgroups need for a stage, whatever the memory does."""
+    rows, _, boxes = budget.decode_shape(config.tile_n)
+    records = boxes * rows / 128  # of 128 K and 64 rows, per warpgroup
+    return records * (_DECODE_RECORD_S + config.tile_m * _DECODE_TOKEN_S)
+
+
 def _reasons(
     design: Design,
     problem: Problem,
@@ -869,8 +1020,15 @@ def _reasons(
         _why_lora(design, problem, found, forced),
         _why_store(design, best, target, smem, forced),
         *_why_accumulator(design, problem, target, best),
-        *(f"refused {line}" for line in refused),
+        *(f"refused {line}" for line in _told(design, refused)),
     )
+
+
+def _told(design: Design, refused: list[str]) -> list[str]:
+    """Refusals worth printing: the decode kernel has a tile for every eight rows."""
+    if not design.decode or len(refused) < 2:
+        return refused
+    return [f"{_count(len(refused), 'tile')} that do not fit, {refused[0]}"]
 
 
 def _ctas(cluster: int) -> str:
@@ -894,7 +1052,7 @@ def _why_tile(
     if other is None:
         given = {"tile_m", "tile_n", "cluster"} & set(forced)
         return f"{name}: {'forced by the caller' if given else 'the only tile that fits'}"
-    if problem.m is None and not design.persistent:
+    if problem.m is None and design.name == "sm90_v1":
         return f"{name}: M is symbolic, the middle tile is taken"
     m = SYMBOLIC_M if problem.m is None else problem.m
     rows = f"{m} rows assumed for symbolic M" if problem.m is None else _count(m, "row")
@@ -907,7 +1065,7 @@ def _why_tile(
         where = _schedule(design, problem, c, target)
         cost = (
             f"{candidate.cost * 1e6:.1f} us computed"
-            if design.persistent
+            if design.name != "sm90_v1"
             else f"cost {candidate.cost:.0f} = waves * (tile_m + {_EXPAND_ROWS})"
         )
         text.append(
@@ -936,6 +1094,13 @@ def _why_main(
     if design.max_main_stages == best.main_stages:
         left = capacity - smem()
         return f"{name}: the design double-buffers; {left} of {capacity} B stay unused"
+    if design.most_weight_bytes is not None:
+        weight = budget.weight_stage_bytes(best)
+        if (best.main_stages + 1) * weight > design.most_weight_bytes:
+            return (
+                f"{name}: {best.main_stages * weight} B of weights in flight per SM, more is slower"
+            )
+    capacity -= design.spare_smem
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before
@@ -951,6 +1116,8 @@ def _why_lora(
     best = found[0].config
     if problem.rank == 0:
         return "no LoRA buffers: rank 0"
+    if design.decode:
+        return "low-rank product on warps of its own, from L2: it costs no main stage"
     if not design.persistent:
         return "LoRA operands lie over the main stages after the K loop and cost no bytes"
     name = _lora_name(design, problem, best)
@@ -987,6 +1154,8 @@ def _why_store(
     name = _count(best.store_stages, "store stage")
     if "store_stages" in forced:
         return f"{name}: forced by the caller"
+    if design.decode:
+        return "sums of the warpgroups lie over the main ring and cost no bytes"
     if not design.grow_store:
         return f"{name}: a whole tile, stored while the next K loop runs"
     one_more = smem(store_stages=best.store_stages + 1) - smem()
@@ -1004,5 +1173,8 @@ def _why_accumulator(
     if row.memory != "tmem":
         return ()
     if row.stages > 1:
-        return (f"two accumulators ({row.note}): the store of a tile hides under the next K loop",)
-    return (f"one accumulator ({row.note}): the store of a tile is exposed",)
+        return (
+            f"{_count(row.stages, 'accumulator')} ({row.note}): the store of a tile hides under "
+            "the next K loop",
+        )
+    return (f"one accumulator ({row.note}): the next K loop waits until it is in registers",)

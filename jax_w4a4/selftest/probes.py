@@ -72,7 +72,9 @@ KINDS = (
     Kind("mxfp4", 32, "highest"),
     Kind("int4", None),
     Kind("int4", 64),
+    Kind("int4", 64, "highest"),
     Kind("int4", 128),
+    Kind("int4", 128, "highest"),
     Kind("int4", 32),
 )
 

@@ -82,7 +82,12 @@ def _ended(code: int) -> str:
 
 
 def _failed(name: str, seconds: float, why: str, log: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"part": name, "seconds": round(seconds, 2), "checks": 0}
+    part: dict[str, Any] = {
+        "part": name,
+        "seconds": round(seconds, 2),
+        "checks": 0,
+        "kernel_calls": 0,
+    }
     part |= {"failures": [why], "more_failures": 0, "facts": {}}
     return part | ({"log": log} if log else {})
 
@@ -230,7 +235,9 @@ def _conclude(report: dict[str, Any]) -> None:
         print(f"{len(failed)} of {total} parts FAILED; look at the first: {failed[0]}")
     else:
         print(f"all {total} parts passed in {report['seconds']} s")
-    facts = next((p["facts"] for p in report["parts"] if p["part"] == "preflight"), {})
+    facts: dict[str, Any] = next(
+        (p["facts"] for p in report["parts"] if p["part"] == "preflight"), {}
+    )
     if not report["all_parts"] or not facts.get("extension_sha256") or not facts.get("driver"):
         return
     found = record.Identity(facts["gpu"], facts["driver"], facts["extension_sha256"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import sm100
 
-from emulator import EmulationError, Options, product
+from emulator import EmulationError, Options, blackwell, product
 from jax_w4a4.selftest import probes
 
-# What tests/emulator/kernels/sm100_gemm.cu has no code for: it stores fp32, without bias or scales.
-SM100_LACKS = {"store", "epilogue", "rounding"}
+# Probes that sm100_v2 has no code for.
+SM100_LACKS: set[str] = set()
 
 
 def product_case(call: probes.Call, cluster: int) -> product.Case:
@@ -31,16 +30,12 @@ def on_sm90(call: probes.Call, cluster: int = 1, options: Options | None = None)
 
 
 def on_sm100(call: probes.Call, group: int = 1, options: Options | None = None) -> np.ndarray:
-    """The same from the block-scaled tcgen05 test kernel, CTA alone or in a pair."""
-    lora = {name: call.arrays.get(name) for name in ("lora_act", "lora_up")}
-    # Whole stages: K that is none is filled up by the copy engine, as are its scales.
-    case = sm100.Case(call.kind.format, group, call.m, call.n, call.k, call.rank)
-    operands = sm100.Operands(
-        call.arrays["packed"], call.arrays["weight"], call.arrays["act_scale"],
-        call.arrays["weight_scale"], alpha=1.0, **lora,
-    )  # fmt: skip
-    y, _, _ = sm100.run(case, options, operands=operands)
-    return probes.bf16(y)
+    """The same from sm100_v2, a CTA alone or in a pair."""
+    case = blackwell.Case(call.kind.format, call.m, call.n, call.k, call.rank, group, clusters=1)
+    result = blackwell.run(case, options, operands=call.arrays)
+    if not result.written.all():
+        raise product.WrongCells("bytes of y are unwritten")
+    return result.y
 
 
 def failures(probe: probes.Probe, kind: probes.Kind, run, *args) -> list[str]:

@@ -4,7 +4,6 @@ import re
 import tempfile
 
 import pytest
-import sm100
 from absl.testing import parameterized
 
 from emulator import ptx, toolchain
@@ -23,7 +22,9 @@ PLAIN = [f"sm90_{name}.cu" for name in (
     "gemm_v1", "quantize_v1", "quantize_public", "down_v2", "repack_v2",
 )]  # fmt: skip
 # Tokens in registers: the smallest shape has the opcodes of all.
-SMALLEST = re.compile("quantize_(v2|public)_kernel.*ELi4ELi4E|^(?!.*quantize_(v2|public)_kernel)")
+SMALLEST = re.compile(
+    "quantize_(v2_|public_)?kernel.*ELi4ELi4E|^(?!.*quantize_(v2_|public_)?kernel)"
+)
 
 
 class Gate(parameterized.TestCase):
@@ -44,13 +45,18 @@ class Gate(parameterized.TestCase):
     def test_all(self, source):
         self.gate(source)
 
-    @parameterized.parameters("sm_100a", "sm_103a")
-    def test_blackwell(self, arch):
-        flags = [f"-I{sm100.SOURCE.parent}"]
-        module = ptx.parse(toolchain.ptx_of(sm100.SOURCE, arch, flags))
-        self.assertEqual(module.target, arch)
-        for kernel in module.kernels.values():
-            self.assertTrue(Code(kernel).nodes)
+    @parameterized.product(
+        source=(*sorted(path.name for path in toolchain.CUDA.glob("sm100_*.cu")), *PLAIN[:3]),
+        arch=("sm_100a", "sm_103a"),
+    )
+    def test_blackwell(self, source, arch):
+        """Its own kernels, and v1 as it is compiled for these chips."""
+        text = toolchain.ptx_of(source, arch)
+        self.assertIn(f".target {arch}", text)
+        names = [n for n in re.findall(r"\.entry (\w+)", text) if SMALLEST.search(n)]
+        self.assertTrue(names)
+        for name in names:
+            self.assertTrue(Code(ptx.parse(text, only=name).kernels[name]).nodes)
 
     def test_command_fails_on_an_unknown_opcode(self):
         text = toolchain.product_ptx("sm90_repack_v2.cu").replace(

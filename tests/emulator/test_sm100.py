@@ -1,75 +1,197 @@
-"""tcgen05 on the block-scaled test kernels: exact results, schedules, seeded bugs."""
+"""The product's sm_100a kernels in the emulator: every cell of the result, several schedules."""
 
+import dataclasses
 import itertools
 
 import mutants_sm100
+import numpy as np
 import pytest
-import sm100
 from absl.testing import parameterized
-from sm100 import Case
+from test_sm90 import SOURCES, awkward, quantized
 
-from emulator import EmulationError, Options, toolchain
+from emulator import EmulationError, Options, blackwell, product, toolchain
+from emulator.blackwell import Case
 from emulator.scheduler import POLICIES
 
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 
-CASES = tuple(
-    Case(format, group, m * group, n, k, rank, groups, seed=i)
-    for i, ((format, group), (m, n, k, rank, groups)) in enumerate(
-        itertools.product(
-            itertools.product(("nvfp4", "mxfp4"), (1, 2)),
-            (
-                (128, 128, 512, 0, 1),
-                (100, 72, 768, 64, 1),
-                (300, 200, 512, 96, 1),
-                (300, 300, 320, 32, 2),
-                (260, 130, 2048, 0, 64),
-            ),
+# (CTAs that share an MMA, columns of the tile)
+VARIANTS = ((2, 256), (2, 128), (1, 256), (1, 128), (1, 64))
+# K: whole stages, part of one, one block of 32, more stages than the ring has.
+LENGTHS = (512, 320, 32, 1056)
+
+
+def cases():
+    """Variants x formats x ranks over tails, tile counts and options in turn."""
+    grid = itertools.product(VARIANTS, ("nvfp4", "mxfp4"), (0, 32, 128))
+    for i, ((group, tile_n), format, rank) in enumerate(grid):
+        tiles_m, tiles_n = ((1, 1), (2, 1), (1, 3), (2, 2))[i % 4]
+        yield Case(
+            format,
+            m=128 * group * tiles_m - (0, 37, 91)[i % 3],
+            n=tile_n * tiles_n - (0, 3, 24)[i // 2 % 3],
+            k=LENGTHS[i // 3 % 4],
+            rank=rank,
+            group=group,
+            tile_n=tile_n,
+            clusters=(1, 2, 64)[i // 4 % 3],
+            stages=(None, 2, 3)[i // 5 % 3],
+            store_stages=(None, 2)[i % 2],
+            group_m=(None, 1)[i // 2 % 2],
+            affine=i % 5 != 0,
+            global_scale=i % 2 == 0,
+            exact=i % 4 != 3,
+            seed=i,
         )
-    )
-)
 
 
-class Exact(parameterized.TestCase):
-    @parameterized.named_parameters((str(c), c) for c in CASES)
+def named(all_cases):
+    return [(str(case).replace(" ", "_"), case) for case in all_cases]
+
+
+class Gemm(parameterized.TestCase):
+    @parameterized.named_parameters(named(cases()))
     def test_cells(self, case):
-        for policy in POLICIES:
-            sm100.check(case, Options(policy=policy, seed=case.seed))
+        blackwell.run_checked(case, Options(POLICIES[case.seed % 4], case.seed))
 
-    def test_loads_may_be_read_without_wait_when_lenient(self):
-        edits = (("      wait_loads();\n", "      if (column == kTileN - 16) wait_loads();\n"),)
-        case = Case("nvfp4", 1)
-        sm100.check(case, Options(strict_ld=False), edits)
-        with self.assertRaisesRegex(EmulationError, "before the wait"):
-            sm100.check(case, Options(), edits)
+    @parameterized.product(group=(1, 2), tiles=(1, 2, 3, 4, 5))
+    def test_tile_counts(self, group, tiles):
+        """1, 2, and one below, equal to and above the number of groups."""
+        case = Case("mxfp4", 128 * group * tiles - 5, 64, 64, 64, group, 64 * group, 4, seed=tiles)
+        result = blackwell.run_checked(case, Options(POLICIES[tiles % 4], tiles))
+        self.assertEqual(result.grid, min(tiles, 4) * group)
 
-    def test_strict_copies_are_ordered_by_double_buffering(self):
-        """Two stages of scale columns are not enough under documented orders alone: the copy for
-        the stage after next may overtake the MMAs that read the columns."""
+    @parameterized.parameters((128, 2, 0), (128, 2, 72), (256, 1, 72), (64, 1, 72))
+    def test_many_tiles_of_one_group(self, tile_n, group, rank):
+        """Rings of accumulators and store slots wrap several times."""
+        case = Case("nvfp4", 128 * group * 2, 2 * tile_n + 8, 160, rank, group, tile_n, clusters=1)
+        for policy in ("pct", "late"):
+            blackwell.run_checked(case, Options(policy, rank))
+
+    @parameterized.parameters(*POLICIES)
+    def test_schedules_agree(self, policy):
+        case = Case("nvfp4", 300, 200, 576, 40, clusters=1, exact=False)
+        bits = [blackwell.run_checked(case, Options(policy, seed)).y for seed in range(2)]
+        np.testing.assert_array_equal(bits[0], bits[1])
+
+    @parameterized.parameters(("float16", "float16"), ("bfloat16", "float16"))
+    def test_float16(self, out, lora):
+        blackwell.run_checked(Case("nvfp4", 130, 72, 64, 24, 1, out_dtype=out, lora_dtype=lora))
+
+    def test_strict_copies(self):
+        """Under the documented orders alone, a copy of scale factors may overtake the MMAs that
+        read its columns: the kernel relies on the order of issue, as published kernels do."""
         with self.assertRaisesRegex(EmulationError, r"\(cp\)|may still read"):
             for seed in range(4):
-                sm100.check(Case("nvfp4", 2, 256, 128, 2048), Options("late", seed, strict_cp=True))
+                blackwell.run_checked(Case(k=2048), Options("late", seed, strict_cp=True))
+
+
+def quantizer_cases():
+    """Formats x sources, with K that leaves warps, pieces and parts of a stage without work."""
+    for i, (format, source) in enumerate(itertools.product(("nvfp4", "mxfp4"), SOURCES)):
+        yield Case(
+            format, (11, 130)[i % 2], 24, (72, 1032, 40, 520)[i % 4], group=1, fused=True,
+            exact=False, seed=i, **{"global_scale": False, **source},
+        )  # fmt: skip
+
+
+class Quantizer(parameterized.TestCase):
+    """From x: codes and scale factors bit for bit, with zeros past M and K; LoRA-down."""
+
+    @parameterized.named_parameters(named(quantizer_cases()))
+    def test_bits(self, case):
+        operands = awkward(case)
+        with np.errstate(all="ignore"):
+            result = blackwell.run(case, Options(POLICIES[case.seed % 4], 1), operands=operands)
+        packed, scales, _ = quantized(case, operands)
+        np.testing.assert_array_equal(result.packed, packed)
+        atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
+        np.testing.assert_array_equal(result.act_atoms, atoms)
+        atoms = blackwell.scale_atoms(operands["weight_scale"], case.block)
+        np.testing.assert_array_equal(result.weight_atoms, atoms)
+
+    @parameterized.parameters((8, 40), (40, 136), (64, 1032), (72, 520), (128, 264))
+    def test_low_rank(self, rank, k):
+        case = Case("mxfp4", (70, 65, 1)[rank % 3], 136, k, rank, 1, fused=True, exact=False)
+        operands = blackwell.make_operands(case)
+        result = blackwell.run(case, Options(POLICIES[rank // 8 % 4], rank), operands=operands)
+        blackwell.check(case, operands, result)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
+class GemmV1(parameterized.TestCase):
+    """sm100_v1: the kernel of sm90_v1, as nvcc compiles it for sm_100a."""
+
+    @parameterized.parameters(("nvfp4", 32, 0), ("mxfp4", 64, 16), ("int4", 128, 40))
+    def test_cells(self, format, tile_m, rank):
+        text = toolchain.ptx_of("sm90_gemm_v1.cu", "sm_100a")
+        case = product.Case(format, 45, 136, 160, rank, kernel="sm90_v1", tile_m=tile_m, seed=rank)
+        with product.seeded((), ()) as driver:
+            driver.load(toolchain.codes(text))
+            operands = product.make_operands(case)
+            result = product.run(case, Options(), operands=operands)
+        product.check(case, operands, result)
 
 
 @pytest.mark.slow
 class Schedules(parameterized.TestCase):
-    @parameterized.named_parameters((str(c), c) for c in CASES)
+    @parameterized.named_parameters(named(cases()))
     def test_policies_and_seeds(self, case):
-        for policy, seed in itertools.product(POLICIES, range(6)):
-            sm100.check(case, Options(policy=policy, seed=seed))
+        for policy, seed in itertools.product(POLICIES, range(3)):
+            blackwell.run_checked(case, Options(policy, seed))
+
+    @parameterized.product(
+        variant=VARIANTS, format=("nvfp4", "mxfp4"), rank=(0, 32, 128), tiles=(1, 2, 3, 4, 5)
+    )
+    def test_tile_counts(self, variant, format, rank, tiles):
+        group, tile_n = variant
+        case = Case(format, 128 * group * tiles - 5, tile_n - 8, 288, rank, group, tile_n, 4)
+        for seed, policy in enumerate(POLICIES):
+            blackwell.run_checked(dataclasses.replace(case, seed=seed), Options(policy, seed))
 
 
-class Mutants(parameterized.TestCase):
-    @parameterized.named_parameters((m.name, m) for m in mutants_sm100.MUTANTS)
-    def test_noticed(self, mutant):
-        for seed, policy in itertools.product(range(2), POLICIES):
-            options = Options(policy, seed, max_steps=500_000)
-            try:
-                sm100.check(mutant.case, options, mutant.edits)
-            except EmulationError as error:
-                self.assertIn(type(error).__name__, mutant.caught, str(error))
-                return
-            except AssertionError:
-                self.assertIn("cells", mutant.caught)
-                return
+class Noticing(parameterized.TestCase):
+    def run_checked(self, mutant, options):
+        case = mutant.case
+        operands = blackwell.make_operands(case)
+        result = blackwell.run(case, options, operands=operands, changes=mutant.attrs)
+        blackwell.check(case, operands, result)
+        if case.fused:
+            packed, scales, _ = quantized(case, operands)
+            atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
+            if (result.packed != packed).any() or (result.act_atoms != atoms).any():
+                raise product.WrongCells("codes or scale factors are wrong")
+
+    def notice(self, mutant):
+        with blackwell.seeded(mutant.sources, mutant.all_edits()):
+            for seed, policy in itertools.product(range(2), POLICIES):
+                options = Options(policy, seed, max_steps=500_000)
+                try:
+                    self.run_checked(mutant, options)
+                except EmulationError as error:
+                    self.assertIn(type(error).__name__, mutant.caught, str(error))
+                    return
+                except product.WrongCells:
+                    self.assertIn("cells", mutant.caught)
+                    return
         self.fail(f"{mutant.name} was not noticed")
+
+
+class Mutants(Noticing):
+    @parameterized.named_parameters((m.name, m) for m in mutants_sm100.MUTANTS if m.fast)
+    def test_noticed(self, mutant):
+        self.notice(mutant)
+
+    def test_table(self):
+        kinds = {m.kind for m in mutants_sm100.MUTANTS}
+        self.assertGreaterEqual(len(mutants_sm100.MUTANTS), 40)
+        self.assertLessEqual({"protocol", "account", "layout", "arithmetic", "cells"}, kinds)
+
+
+@pytest.mark.slow
+class AllMutants(Noticing):
+    @parameterized.named_parameters((m.name, m) for m in mutants_sm100.MUTANTS if not m.fast)
+    def test_noticed(self, mutant):
+        self.notice(mutant)

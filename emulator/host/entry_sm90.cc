@@ -1,6 +1,8 @@
 // Plain C entries to the launch functions, for emulator/product.py.
 #include <cuda_runtime_api.h>
 
+#include "sm90_decode.h"
+#include "sm90_decode_quantize.h"
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
@@ -117,6 +119,21 @@ int emulator_quantize_v2(int path, const Tokens* t, void* act,
   return LaunchQuantizeV2(static_cast<GemmV2Path>(path), p, nullptr);
 }
 
+int emulator_decode_quantize(int path, const Tokens* t, void* act,
+                             float* token_scale, int scale_dtype,
+                             const void* lora_down, void* lora_act, int rank) {
+  DecodeQuantizeParams p = {};
+  SetTokens(&p, *t);
+  p.beside = false;
+  p.act = act;
+  p.token_scale = token_scale;
+  p.scale_dtype = static_cast<DType>(scale_dtype);
+  p.lora_down = lora_down;
+  p.lora_act = lora_act;
+  p.rank = rank;
+  return LaunchDecodeQuantize(static_cast<GemmV2Path>(path), p, nullptr);
+}
+
 int emulator_quantize_public(int format, const Tokens* t, void* packed,
                              void* scales, int block, int scale_dtype) {
   QuantizePublicParams p = {};
@@ -163,6 +180,34 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   }
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
                       dependent != 0, device, nullptr)
+      .code;
+}
+
+// smem: in the order of DecodeSmem.
+int emulator_decode(int path, int tile_m, int tile_n, const void* act,
+                    const float* token_scale, const WeightRows* rows,
+                    const uint8_t* weight, const void* lora_act,
+                    const void* lora_up, void* out, int64_t m, int64_t n,
+                    int k_pad, int rank, int stages, const int* smem,
+                    int dependent, int device) {
+  DecodeParams p = {};
+  p.act = act;
+  p.token_scale = token_scale;
+  p.weight = weight;
+  p.row_inputs = Unpack(*rows);
+  p.lora_act = lora_act;
+  p.lora_up = lora_up;
+  p.out = out;
+  p.m = m;
+  p.n = n;
+  p.k_pad = k_pad;
+  p.rank = rank;
+  p.tile_n = tile_n;
+  p.stages = stages;
+  p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4],
+            smem[5], smem[6], smem[7], smem[8]};
+  return LaunchDecode(static_cast<GemmV2Path>(path), tile_m, p, dependent != 0,
+                      device, nullptr)
       .code;
 }
 

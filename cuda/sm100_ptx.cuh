@@ -1,5 +1,5 @@
-// The tcgen05 instructions of the sm_100a test kernels, one thin function each. kGroup is the number
-// of CTAs that share an MMA.
+// The tcgen05 instructions of Blackwell (sm_100a, sm_103a) that its kernels use, one thin function each.
+// kGroup is the number of CTAs that share an MMA.
 #pragma once
 
 #include <cstdint>
@@ -90,21 +90,24 @@ __device__ __forceinline__ void mma_scaled(uint32_t d, uint64_t a, uint64_t b, u
   }
 }
 
-// bf16 operands, always accumulating: a step of the low-rank product.
+#define W4A4_F16_MMA(GROUP)                                                       \
+  asm volatile(                                                                   \
+      "{\n"                                                                       \
+      ".reg .pred p;\n"                                                           \
+      "setp.ne.b32 p, %4, 0;\n"                                                   \
+      "tcgen05.mma.cta_group::" #GROUP ".kind::f16 [%0], %1, %2, %3, p;\n"        \
+      "}\n" ::"r"(d),                                                             \
+      "l"(a), "l"(b), "r"(descriptor), "r"(accumulate)                            \
+      : "memory")
+
+// 16-bit operands: a step of the low-rank product.
 template <int kGroup>
-__device__ __forceinline__ void mma_bf16(uint32_t d, uint64_t a, uint64_t b, uint32_t descriptor) {
+__device__ __forceinline__ void mma_f16(uint32_t d, uint64_t a, uint64_t b, uint32_t descriptor,
+                                        uint32_t accumulate) {
   if constexpr (kGroup == 1) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(d),
-        "l"(a), "l"(b), "r"(descriptor)
-        : "memory");
+    W4A4_F16_MMA(1);
   } else {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
-        "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(d),
-        "l"(a), "l"(b), "r"(descriptor)
-        : "memory");
+    W4A4_F16_MMA(2);
   }
 }
 
@@ -124,14 +127,33 @@ __device__ __forceinline__ void commit(uint32_t barrier) {
   }
 }
 
-// 16 columns of this warp's 32 lanes. The values may be used after wait_loads.
-__device__ __forceinline__ void tmem_load(uint32_t tmem, uint32_t (&v)[16]) {
+// kColumns columns of this warp's 32 lanes. The values may be used after wait_loads.
+template <int kColumns>
+__device__ __forceinline__ void tmem_load(uint32_t tmem, uint32_t* v);
+template <>
+__device__ __forceinline__ void tmem_load<16>(uint32_t tmem, uint32_t* v) {
   asm volatile(
       "tcgen05.ld.sync.aligned.32x32b.x16.b32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11,"
       " %12, %13, %14, %15}, [%16];"
-      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]),
-        "=r"(v[7]), "=r"(v[8]), "=r"(v[9]), "=r"(v[10]), "=r"(v[11]), "=r"(v[12]), "=r"(v[13]),
-        "=r"(v[14]), "=r"(v[15])
+      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]),
+        "=r"(v[5]), "=r"(v[6]), "=r"(v[7]), "=r"(v[8]), "=r"(v[9]),
+        "=r"(v[10]), "=r"(v[11]), "=r"(v[12]), "=r"(v[13]), "=r"(v[14]),
+        "=r"(v[15])
+      : "r"(tmem));
+}
+template <>
+__device__ __forceinline__ void tmem_load<32>(uint32_t tmem, uint32_t* v) {
+  asm volatile(
+      "tcgen05.ld.sync.aligned.32x32b.x32.b32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11,"
+      " %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23,"
+      " %24, %25, %26, %27, %28, %29, %30, %31}, [%32];"
+      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]),
+        "=r"(v[5]), "=r"(v[6]), "=r"(v[7]), "=r"(v[8]), "=r"(v[9]),
+        "=r"(v[10]), "=r"(v[11]), "=r"(v[12]), "=r"(v[13]), "=r"(v[14]),
+        "=r"(v[15]), "=r"(v[16]), "=r"(v[17]), "=r"(v[18]), "=r"(v[19]),
+        "=r"(v[20]), "=r"(v[21]), "=r"(v[22]), "=r"(v[23]), "=r"(v[24]),
+        "=r"(v[25]), "=r"(v[26]), "=r"(v[27]), "=r"(v[28]), "=r"(v[29]),
+        "=r"(v[30]), "=r"(v[31])
       : "r"(tmem));
 }
 __device__ __forceinline__ void wait_loads() {
@@ -152,26 +174,6 @@ __device__ __forceinline__ void load_box(uint32_t dst, const CUtensorMap* map, u
         "l"(map), "r"(barrier & 0xFEFFFFFF), "r"(inner), "r"(outer)
         : "memory");
   }
-}
-
-// K-major rows of 128 bytes with the 128-byte swizzle, atoms of 8 rows.
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t address) {
-  return uint64_t{2} << 61 | uint64_t{1} << 46 | uint64_t{64} << 32 | (address & 0x3FFFF) >> 4;
-}
-// 32 rows of 16 bytes, one after the other.
-__device__ __forceinline__ uint64_t scale_descriptor(uint32_t address) {
-  return uint64_t{1} << 46 | uint64_t{8} << 32 | (address & 0x3FFFF) >> 4;
-}
-
-// e2m1 operands; scales e4m3 (16) or e8m0 (32).
-__host__ __device__ constexpr uint32_t scaled_descriptor(int m, int n, int block) {
-  return 1u << 7 | 1u << 10 | static_cast<uint32_t>(n / 8) << 17 | (block == 32 ? 1u : 0u) << 23 |
-         static_cast<uint32_t>(m / 16) << 24;
-}
-// bf16 operands, fp32 accumulator.
-__host__ __device__ constexpr uint32_t bf16_descriptor(int m, int n) {
-  return 1u << 4 | 1u << 7 | 1u << 10 | static_cast<uint32_t>(n / 8) << 17 |
-         static_cast<uint32_t>(m / 16) << 24;
 }
 
 }  // namespace jax_w4a4::sm100

@@ -1,0 +1,566 @@
+// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 128,
+// bound by reading W. One CTA per SM takes 8 to 128 weight rows and all of K and tokens; the number of
+// rows makes about as many CTAs as there are SMs.
+//
+// Roles in a CTA of 20 warps:
+//   load      one thread of warp 16 streams weights and activations through a ring. Weights are
+//             arguments of the program, so they are on their way before the launch before has ended.
+//   multiply  warps 0..15, four warpgroups that divide K (and 65 rows or more) among them. Each
+//             expands its 4-bit weights in registers (sm90_expand.cuh) and adds up Y^T = W X^T; the
+//             sums meet in shared memory and are added in the order of the warpgroups.
+//   add       warps 17..19 work out the low-rank product meanwhile, on mma.sync, from L2.
+//
+// Shared memory per CTA, every offset and count given by the plan:
+//   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
+//   partial sums k groups x kTokens x (kRows + 4) fp32, over the ring once it is through
+//   scales       all block scales of the CTA's rows, word i of row r at (i * (tile_n + 1) + r) * 4
+//   rows         tile_n RowInputs
+//   tokens       kTokens fp32 scales
+//   addend       kTokens x (kRows + 4) fp32, the low-rank product
+//   barriers     16 x stages
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "mma.cuh"
+#include "sm90_decode.h"
+#include "sm90_paths.cuh"
+#include "sm90_pipeline.cuh"
+#include "sm90_ptx.cuh"
+#include "sm90_row_inputs.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace jax_w4a4::sm90 {
+
+constexpr int kBoxBytes = 128;  // of a row of weights or a token in one box
+constexpr int kMultiplyWarps = 16;
+constexpr int kMultiplyThreads = 32 * kMultiplyWarps;
+constexpr int kLoadWarp = kMultiplyWarps;
+constexpr int kAddWarps = 3;
+// Named barriers.
+constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
+constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
+
+struct DecodeArgs {
+  CUtensorMap weight;  // packed (N, K/2) bytes, box 128 x tile_n, 128-byte swizzle
+  CUtensorMap act;     // (M, bytes of K), box 128 bytes x kTokens, 128-byte swizzle
+  RowInputsArgs rows;
+  const float* token_scale;
+  const __nv_bfloat16* lora_act;
+  const __nv_bfloat16* lora_up;
+  __nv_bfloat16* y;
+  int m, n;
+  int steps;   // stages of K
+  int rank;    // a multiple of 16
+  int tile_n;  // weight rows, a multiple of 8
+  // From the plan.
+  int stages, stage_bytes;
+  int off_act;  // inside a stage
+  int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
+};
+
+// kRows and the division of the work; see DecodeShape.
+template <class Path, int kMostRows>
+struct Division {
+  static constexpr DecodeShape kShape = DecodeShapeOf(kMostRows);
+  static constexpr int kRows = kShape.rows;
+  static constexpr int kGroups = kShape.k_groups;
+  static constexpr int kBoxes = kShape.boxes;
+  static constexpr int kBlocks = 4 / kGroups;         // warpgroups along the rows
+  static constexpr int kHalves = kRows == 32 ? 1 : 2;  // rows of the MMA that a thread serves
+  static constexpr int kStageK = kBoxes * kDecodeBoxK;
+  // Of K per warpgroup and stage: what one fragment's worth of a path covers, Path::kStageK.
+  static constexpr int kRecords = kStageK / kGroups / Path::kStageK;
+  static constexpr int kBoxRecords = kDecodeBoxK / Path::kStageK;
+  static constexpr int kPitch = kRows + 4;  // floats; a quad's tokens lie in different banks
+  static_assert(kRows == kMostRows && kRecords * Path::kStageK * kGroups == kStageK);
+};
+
+// ---- load ----
+
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void load_weights(const DecodeArgs& args, uint32_t slot, uint32_t full,
+                                             int step, int n0) {
+  using D = Division<Path, kRows>;
+#pragma unroll
+  for (int box = 0; box < D::kBoxes; ++box) {
+    tma_load_2d(slot + box * args.tile_n * kBoxBytes, &args.weight, full,
+                (step * D::kBoxes + box) * kBoxBytes, n0);
+  }
+}
+
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void load_activations(const DecodeArgs& args, uint32_t slot,
+                                                 uint32_t full, int step) {
+  using D = Division<Path, kRows>;
+  constexpr int kRecords = D::kGroups * D::kRecords;
+#pragma unroll
+  for (int i = 0; i < kRecords; ++i) {
+    tma_load_2d(slot + args.off_act + i * kTokens * kBoxBytes, &args.act, full,
+                (step * kRecords + i) * Path::kStageK, 0);
+  }
+}
+
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, const Ring& ring,
+                                     int n0) {
+  using D = Division<Path, kRows>;
+  const uint32_t bytes = D::kBoxes * args.tile_n * kBoxBytes +
+                         D::kGroups * D::kRecords * kTokens * kBoxBytes;
+  RingState stage;
+  // The weights may be results of XLA operations before this call: those ended before the first kernel
+  // of this handler began, which is launched without the dependent attribute, and every kernel of the
+  // handler begins after that one. So only what the handler's own kernels write needs the wait.
+  const int early = min(args.stages, args.steps);
+  for (int step = 0; step < early; ++step) {
+    const uint32_t full = ring.acquire(stage, bytes);
+    load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, full, step, n0);
+    ring.advance(stage);
+  }
+  grid_dependency_wait();
+  for (int step = 0; step < early; ++step) {
+    load_activations<Path, kTokens, kRows>(args, smem + step * args.stage_bytes,
+                                           ring.full(step), step);
+  }
+  for (int step = early; step < args.steps; ++step) {
+    const uint32_t full = ring.acquire(stage, bytes);
+    const uint32_t slot = smem + stage.slot * args.stage_bytes;
+    load_weights<Path, kTokens, kRows>(args, slot, full, step, n0);
+    load_activations<Path, kTokens, kRows>(args, slot, full, step);
+    ring.advance(stage);
+  }
+}
+
+// ---- multiply ----
+
+// kWords words of a row's block scales from word `at` on, zeros past the last.
+template <int kWords>
+__device__ __forceinline__ void load_scale_words(const uint8_t* row, int at, int blocks,
+                                                 uint32_t (&v)[kWords]) {
+#pragma unroll
+  for (uint32_t& word : v) word = 0;
+  if (4 * at >= blocks) return;
+  if constexpr (kWords == 4) {
+    const uint4 four = __ldg(reinterpret_cast<const uint4*>(row + 4 * at));
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+  } else if (blocks % 4 == 0) {
+    v[0] = __ldg(reinterpret_cast<const uint32_t*>(row + 4 * at));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (4 * at + i < blocks) v[0] |= static_cast<uint32_t>(__ldg(row + 4 * at + i)) << 8 * i;
+    }
+  }
+}
+
+// A thread's pieces of kWords words of the rows' block scales: lanes beside each other take neighbours
+// in a row, warps take whole rows.
+template <int kWords>
+struct ScaleWalk {
+  int log_lanes;  // lanes along a row
+  int pieces;     // of a row
+  int row, piece;
+
+  __device__ __forceinline__ ScaleWalk(int words, int warp, int lane)
+      : pieces((words + kWords - 1) / kWords) {
+    log_lanes = min(5, 32 - __clz(pieces - 1));
+    row = (warp << (5 - log_lanes)) + (lane >> log_lanes);
+    piece = first(lane);
+  }
+  __device__ __forceinline__ int first(int lane) const { return lane & ((1 << log_lanes) - 1); }
+  __device__ __forceinline__ void advance(int lane) {
+    piece += 1 << log_lanes;
+    // The same for all lanes of a row.
+    if (piece - first(lane) >= pieces) {
+      piece = first(lane);
+      row += kMultiplyWarps << (5 - log_lanes);
+    }
+  }
+};
+
+// Block scales of all rows into shared memory. Many loads are on their way at once: they compete with
+// the weights that the load warp asks for, so the first ones go out before those.
+constexpr int kScaleBatch = 6;
+template <int kWords>
+struct ScaleLoads {
+  uint32_t v[kScaleBatch][kWords];
+  ScaleWalk<kWords> walk;
+
+  __device__ __forceinline__ ScaleLoads(int words, int warp, int lane) : walk(words, warp, lane) {}
+
+  __device__ __forceinline__ void issue(const DecodeArgs& args, int n0, int lane) {
+    ScaleWalk<kWords> at = walk;
+    const int blocks = args.rows.scale_blocks;
+#pragma unroll
+    for (int b = 0; b < kScaleBatch; ++b) {
+      const int row = min(n0 + at.row, args.n - 1);
+      load_scale_words<kWords>(
+          args.rows.weight_scales + static_cast<int64_t>(row) * blocks, at.piece * kWords,
+          at.row < args.tile_n && at.piece < at.pieces ? blocks : 0, v[b]);
+      at.advance(lane);
+    }
+  }
+  __device__ __forceinline__ void store(const DecodeArgs& args, uint32_t scales, int words,
+                                        int lane) {
+    const uint32_t pitch = 4 * (args.tile_n + 1);
+#pragma unroll
+    for (int b = 0; b < kScaleBatch; ++b) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const int word = walk.piece * kWords + i;
+        if (walk.row < args.tile_n && word < words) {
+          store_shared_u32(scales + word * pitch + walk.row * 4, v[b][i]);
+        }
+      }
+      walk.advance(lane);
+    }
+  }
+  __device__ __forceinline__ bool more(const DecodeArgs& args, int lane) const {
+    return walk.row - (lane >> walk.log_lanes) < args.tile_n;
+  }
+};
+
+template <int kMask>
+__device__ __forceinline__ int largest_byte(uint32_t word) {
+  const int even = max(static_cast<int>(word & kMask), static_cast<int>(word >> 16 & kMask));
+  const int odd = max(static_cast<int>(word >> 8 & kMask), static_cast<int>(word >> 24 & kMask));
+  return max(even, odd);
+}
+
+// The largest block scale of each row, into the place of its RowInputs.
+template <int kMask>
+__device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t smem, int words,
+                                             int warp, int lane) {
+  const uint32_t pitch = 4 * (args.tile_n + 1);
+  for (int row = warp; row < args.tile_n; row += kMultiplyWarps) {
+    int largest = 0;
+    for (int i = lane; i < words; i += 32) {
+      largest = max(largest, largest_byte<kMask>(load_shared_u32(smem + args.off_scales +
+                                                                 i * pitch + row * 4)));
+    }
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    if (lane == 0) store_shared_u32(smem + args.off_rows + row * 16, largest);
+  }
+}
+
+// What the multiply warps do while the launch before may still be running: block scales and RowInputs
+// into shared memory. `begun` runs when the first loads are on their way.
+template <class Path, int kRows, class Begun>
+__device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem, int n0, int warp,
+                                             int lane, Begun begun) {
+  using D = Division<Path, kRows>;
+  const int row = warp * 32 + lane;
+  const uint32_t place = smem + args.off_rows + row * 16;
+  const auto write = [&](const RowInputs& v) {
+    store_shared_v4(place, make_uint4(__float_as_uint(v.scale_lo), __float_as_uint(v.scale_hi),
+                                      __float_as_uint(v.bias), v.base));
+  };
+  if constexpr (Path::kStageScales == 0) {
+    begun();
+    if (row < args.tile_n) write(int4_row_inputs(args.rows, min(n0 + row, args.n - 1)));
+  } else {
+    const int words = args.steps * (D::kStageK / Path::kStageK) * (Path::kStageScales / 4);
+    RowFactors factors = {};
+    const auto stage = [&](auto loads) {
+      loads.issue(args, n0, lane);
+      if (row < args.tile_n) factors = row_factors(args.rows, min(n0 + row, args.n - 1));
+      begun();
+      loads.store(args, smem + args.off_scales, words, lane);
+      while (loads.more(args, lane)) {
+        loads.issue(args, n0, lane);
+        loads.store(args, smem + args.off_scales, words, lane);
+      }
+    };
+    if (args.rows.scale_blocks % 16 == 0) {
+      stage(ScaleLoads<4>(words, warp, lane));
+    } else {
+      stage(ScaleLoads<1>(words, warp, lane));
+    }
+    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    find_largest<kScaleMask<Path::kFormat>>(args, smem, words, warp, lane);
+    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    if (row < args.tile_n) {
+      const int largest = static_cast<int>(load_shared_u32(place));
+      write(row_inputs<Path::kFormat>(args.rows.rounded, factors, largest));
+    }
+  }
+  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+}
+
+// A lane's bytes of the block scales of one record.
+template <class Path>
+__device__ __forceinline__ uint32_t load_scale(uint32_t address) {
+  if constexpr (Path::kStageScales == 8) return load_shared_u16(address);
+  if constexpr (Path::kStageScales == 4) return load_shared_u8(address);
+  return 0;
+}
+
+// The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
+// four MMAs. Fragments are written while the MMAs of the record before are in flight.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
+                                         float (&acc)[kTokens / 2], int group, int block, int warp,
+                                         int lane) {
+  using D = Division<Path, kRows>;
+  const int q = lane % 4;
+  // Of eight lanes that read shared memory together four take a row in the lower half of the swizzle
+  // pattern and four one in the upper: rows 0, 4, 1, 5, 2, 6, 3, 7.
+  const int g = lane / 4 % 2 * 4 + lane / 8;
+  // Groups of eight rows past the last repeat it; what they sum up is never read.
+  const int last = args.tile_n / 8 - 1;
+  const int group8[2] = {min(block * 8 + warp, last), min(block * 8 + warp + 4, last)};
+  // First record of this warpgroup in a stage.
+  const int record = group * D::kRecords;
+  const int chunk = record % D::kBoxRecords * (Path::kWeightBytes / 16) + q * Path::kLaneBytes / 16;
+  const uint32_t in_row = (chunk ^ g) * 16 + q * Path::kLaneBytes % 16;
+  const uint32_t box = smem + record / D::kBoxRecords * args.tile_n * kBoxBytes;
+  uint32_t weight[D::kHalves], scales[D::kHalves];
+  typename Path::RowFold fold[2] = {typename Path::RowFold(0), typename Path::RowFold(0)};
+  const uint32_t pitch = 4 * (args.tile_n + 1);
+#pragma unroll
+  for (int h = 0; h < D::kHalves; ++h) {
+    const int row = group8[h] * 8 + g;
+    weight[h] = box + row * kBoxBytes + in_row;
+    scales[h] = smem + args.off_scales + row * 4 +
+                record * (Path::kStageScales / 4) * pitch +
+                (Path::kStageScales == 8 ? q / 2 * pitch + q % 2 * 2 : q);
+    fold[h] = typename Path::RowFold(
+        static_cast<int>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
+  }
+  const uint32_t act = smem + args.off_act + record * kTokens * kBoxBytes;
+
+  // Rows that no thread serves are zero all along; opaque, or they are made anew under a running MMA.
+  uint32_t a[4][4];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
+  RingState stage;
+  int previous = 0;
+  for (int step = 0; step < args.steps; ++step) {
+    uint32_t scale[D::kRecords][2];
+#pragma unroll
+    for (int r = 0; r < D::kRecords; ++r) {
+#pragma unroll
+      for (int h = 0; h < D::kHalves; ++h) {
+        scale[r][h] = load_scale<Path>(scales[h] + r * (Path::kStageScales / 4) * pitch);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < D::kHalves; ++h) {
+      scales[h] += D::kGroups * D::kRecords * (Path::kStageScales / 4) * pitch;
+    }
+    ring.wait_full(stage);
+    const uint32_t slot = stage.slot * args.stage_bytes;
+#pragma unroll
+    for (int r = 0; r < D::kRecords; ++r) {
+      const auto packed0 = Path::load_packed((weight[0] + slot) ^ (r * Path::kWeightBytes));
+      auto packed1 = packed0;
+      if constexpr (D::kHalves == 2) {
+        packed1 = Path::load_packed((weight[1] + slot) ^ (r * Path::kWeightBytes));
+      }
+      auto table0 = fold[0].template block<0>(scale[r][0]);
+      auto table1 = fold[1].template block<0>(scale[r][D::kHalves - 1]);
+      const uint64_t b = matrix_descriptor<kBoxBytes>(act + slot + r * kTokens * kBoxBytes);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        if (s == 2 && Path::kLaneBlocks == 2) {
+          table0 = fold[0].template block<1>(scale[r][0]);
+          table1 = fold[1].template block<1>(scale[r][D::kHalves - 1]);
+        }
+        Path::expand(packed0, s, table0, a[s][0], a[s][2]);
+        if constexpr (D::kHalves == 2) Path::expand(packed1, s, table1, a[s][1], a[s][3]);
+        wgmma_fence();
+        using Accumulators = typename Path::Accumulator[kTokens / 2];
+        Wgmma<kTokens>::template rs<Path::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
+                                                b + 2 * s, s > 0 || r > 0 || step > 0);
+        wgmma_commit();
+        // The next fragment's registers are free, and in the third step so is the stage before.
+        wgmma_wait<3>();
+        if (s == 2 && r == 0) ring.release<1>(previous, lane, step > 0);
+      }
+    }
+    previous = stage.slot;
+    ring.advance(stage);
+  }
+  wgmma_wait<0>();
+  pin(acc);
+}
+
+// Sums to shared memory; groups of eight rows past the last have room of their own.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t smem,
+                                              const float (&acc)[kTokens / 2], int group, int block,
+                                              int warp, int lane) {
+  using D = Division<Path, kRows>;
+  const int g = lane / 4 % 2 * 4 + lane / 8;
+  const uint32_t at = smem + args.off_partial +
+                      ((group * kTokens + lane % 4 * 2) * D::kPitch + block * 64 + warp * 8 + g) * 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2 * D::kHalves; ++i) {
+      store_shared_u32(at + ((8 * j + i % 2) * D::kPitch + i / 2 * 32) * 4,
+                       __float_as_uint(acc[4 * j + i]));
+    }
+  }
+}
+
+// Two features of every so many tokens: the warpgroups' sums in their order, scale, low-rank product,
+// bias.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void finish(const DecodeArgs& args, uint32_t smem, int n0, int thread) {
+  using D = Division<Path, kRows>;
+  using Sum = typename Path::Accumulator;
+  constexpr int kPairs = kRows / 2;
+  constexpr int kStep = kMultiplyThreads / kPairs;  // tokens at once
+  const int row = thread % kPairs * 2;
+  const int n = n0 + row;
+  if (row >= args.tile_n || n >= args.n) return;
+  RowInputs inputs[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint4 raw = load_shared_v4(smem + args.off_rows + (row + j) * 16);
+    inputs[j] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                 static_cast<int>(raw.w)};
+  }
+#pragma unroll 2
+  for (int token = thread / kPairs; token < args.m; token += kStep) {
+    const uint32_t at = (token * D::kPitch + row) * 4;
+    Sum sum[2] = {};
+#pragma unroll
+    for (int group = 0; group < D::kGroups; ++group) {
+      const uint2 part =
+          load_shared_v2(smem + args.off_partial + group * kTokens * D::kPitch * 4 + at);
+      sum[0] += reinterpret_cast<const Sum&>(part.x);
+      sum[1] += reinterpret_cast<const Sum&>(part.y);
+    }
+    float token_scale = 1.0f;
+    if constexpr (Path::kTokenScale) {
+      token_scale = __uint_as_float(load_shared_u32(smem + args.off_tokens + token * 4));
+    }
+    uint2 addend = make_uint2(0, 0);
+    if (args.rank > 0) addend = load_shared_v2(smem + args.off_addend + at);
+    const float low_rank[2] = {__uint_as_float(addend.x), __uint_as_float(addend.y)};
+    __nv_bfloat16 y[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float scaled =
+          Path::scaled(reinterpret_cast<const float&>(sum[j]), inputs[j], token_scale);
+      y[j] = __float2bfloat16_rn(scaled + low_rank[j] + inputs[j].bias);
+    }
+    __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
+    if (args.n % 2 == 0) {
+      *reinterpret_cast<__nv_bfloat162*>(out) = __nv_bfloat162(y[0], y[1]);
+    } else {
+      out[0] = y[0];
+      if (n + 1 < args.n) out[1] = y[1];
+    }
+  }
+}
+
+// ---- add ----
+
+__device__ __forceinline__ uint4 load_ranks(const __nv_bfloat16* row, int rank, int ranks,
+                                            bool inside) {
+  if (!inside || rank >= ranks) return make_uint4(0, 0, 0, 0);
+  return *reinterpret_cast<const uint4*>(row + rank);
+}
+
+// The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two
+// pairs k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem, int n0, int warp,
+                                             int lane) {
+  using D = Division<Path, kRows>;
+  constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
+  const int g = lane / 4;
+  const int q = lane % 4;
+  for (int block = warp; block * 16 < args.tile_n; block += kAddWarps) {
+    const int row = n0 + block * 16 + g;
+    const __nv_bfloat16* up = args.lora_up + static_cast<int64_t>(row) * args.rank;
+    for (int first = 0; first < args.m; first += kPart) {
+      float acc[kPart / 8][4] = {};
+      for (int rank = 8 * q; rank < args.rank + 8 * q; rank += 32) {
+        const uint4 a0 = load_ranks(up, rank, args.rank, row < args.n);
+        const uint4 a1 = load_ranks(up + 8 * args.rank, rank, args.rank, row + 8 < args.n);
+        uint4 b[kPart / 8];
+#pragma unroll
+        for (int j = 0; j < kPart / 8; ++j) {
+          const int token = first + 8 * j + g;
+          b[j] = load_ranks(args.lora_act + token * args.rank, rank, args.rank, token < args.m);
+        }
+#pragma unroll
+        for (int j = 0; j < kPart / 8; ++j) {
+          MmaBf16(acc[j], {a0.x, a1.x, a0.y, a1.y}, b[j].x, b[j].y);
+          MmaBf16(acc[j], {a0.z, a1.z, a0.w, a1.w}, b[j].z, b[j].w);
+        }
+      }
+      const uint32_t at =
+          smem + args.off_addend + ((first + 2 * q) * D::kPitch + block * 16 + g) * 4;
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          store_shared_u32(at + ((8 * j + i % 2) * D::kPitch + i / 2 * 8) * 4,
+                           __float_as_uint(acc[j][i]));
+        }
+      }
+    }
+  }
+}
+
+// ---- kernel ----
+
+template <class Path, int kTokens, int kRows>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeArgs args) {
+  using D = Division<Path, kRows>;
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  const uint32_t smem = smem_address(dynamic_smem);
+  const int n0 = blockIdx.x * args.tile_n;
+  // The same in all lanes, and known to be: addresses of a warp then stay in uniform registers.
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const Ring ring(smem + args.off_barriers, args.stages);
+
+  if (warp < kMultiplyWarps) {
+    prepare_rows<Path, kRows>(args, smem, n0, warp, lane, [] { __syncthreads(); });
+    const int warpgroup = warp / 4;
+    const int group = warpgroup % D::kGroups;
+    const int block = warpgroup / D::kGroups;
+    float acc[kTokens / 2];
+    multiply<Path, kTokens, kRows>(args, smem, ring, acc, group, block, warp % 4, lane);
+    // Everyone is through with the ring, over which the sums are laid.
+    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    store_partial<Path, kTokens, kRows>(args, smem, acc, group, block, warp % 4, lane);
+    named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
+    finish<Path, kTokens, kRows>(args, smem, n0, threadIdx.x);
+  } else if (warp == kLoadWarp) {
+    if (lane == 0) {
+      prefetch_tensor_map(&args.weight);
+      prefetch_tensor_map(&args.act);
+      ring.init(kMultiplyWarps);
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (lane == 0) load<Path, kTokens, kRows>(args, smem, ring, n0);
+    __syncwarp();
+  } else {
+    __syncthreads();
+    grid_dependency_wait();
+    const int thread = threadIdx.x - 32 * (kLoadWarp + 1);
+    if constexpr (Path::kTokenScale) {
+      for (int token = thread; token < args.m; token += 32 * kAddWarps) {
+        store_shared_u32(smem + args.off_tokens + token * 4,
+                         __float_as_uint(args.token_scale[token]));
+      }
+    }
+    if (args.rank > 0) {
+      add_low_rank<Path, kTokens, kRows>(args, smem, n0, warp - kLoadWarp - 1, lane);
+    }
+    named_barrier_arrive(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
+  }
+}
+
+}  // namespace jax_w4a4::sm90

@@ -1,0 +1,101 @@
+// The decode GEMM, for few tokens: what the handlers know of it. The design is
+// described in sm90_decode.cuh.
+#ifndef JAX_W4A4_CUDA_SM90_DECODE_H_
+#define JAX_W4A4_CUDA_SM90_DECODE_H_
+
+#include <cstdint>
+
+#include "sm90_gemm_v2.h"
+#include "sm90_repack_v2.h"
+
+typedef struct CUstream_st* cudaStream_t;
+
+namespace jax_w4a4 {
+
+// Fixed by the kernel; a plan must ask for exactly these.
+constexpr int kDecodeThreads = 640;
+constexpr int kDecodeMaxStages = 16;
+constexpr int kDecodeMaxTileN = 128;
+// A box of weights is 128 bytes wide.
+constexpr int kDecodeBoxK = 256;
+
+// How the four compute warpgroups of a CTA share its weight rows and K, by the
+// number of rows.
+struct DecodeShape {
+  int rows;      // most weight rows of a CTA
+  int k_groups;  // warpgroups along K
+  int boxes;     // boxes of weights in a stage, one behind the other along K
+};
+constexpr DecodeShape kDecodeShapes[] = {{32, 4, 4}, {64, 4, 2}, {128, 2, 1}};
+constexpr DecodeShape DecodeShapeOf(int64_t tile_n) {
+  return tile_n <= 32 ? kDecodeShapes[0]
+                      : tile_n <= 64 ? kDecodeShapes[1] : kDecodeShapes[2];
+}
+constexpr int DecodeTileK(int64_t tile_n) {
+  return kDecodeBoxK * DecodeShapeOf(tile_n).boxes;
+}
+// K elements per block scale, 0 where a row has one.
+constexpr int DecodeBlock(GemmV2Path path) {
+  return path == GemmV2Path::kMxfp4     ? 32
+         : path == GemmV2Path::kInt4Row ? 0
+                                        : 16;
+}
+// Stages of K.
+constexpr int64_t DecodeSteps(int64_t tile_n, int64_t k_pad) {
+  return (k_pad + DecodeTileK(tile_n) - 1) / DecodeTileK(tile_n);
+}
+constexpr int64_t DecodeWeightBytes(int64_t tile_n) {
+  return tile_n * DecodeTileK(tile_n) / 2;
+}
+constexpr int64_t DecodeActBytes(GemmV2Path path, int64_t tile_m,
+                                 int64_t tile_n) {
+  return tile_m * DecodeTileK(tile_n) * GemmV2ElementBytes(path);
+}
+// Block scales of all of a CTA's rows, four in a word, a word more per four rows
+// of K blocks so that neither writing nor reading them meets bank conflicts.
+constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,
+                                   int64_t k_pad) {
+  return DecodeBlock(path) == 0
+             ? 0
+             : DecodeSteps(tile_n, k_pad) * DecodeTileK(tile_n) /
+                   DecodeBlock(path) * (tile_n + 1);
+}
+// fp32 sums of a tile, token by token.
+constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {
+  return tile_m * (DecodeShapeOf(tile_n).rows + 4) * 4;
+}
+
+// Offsets from the start of dynamic shared memory; act from the start of a slot.
+struct DecodeSmem {
+  int act, scales, rows, tokens, partial, addend, barriers;
+  int stage_bytes, total_bytes;
+};
+
+struct DecodeParams {
+  const void* act;            // (m, GemmV2ActBytes), private layout of GEMM v2
+  const float* token_scale;   // (m,), paths that have one
+  const uint8_t* weight;      // (n, k_pad / 2)
+  WeightRowParams row_inputs;  // `rows` is not used
+  const void* lora_act;       // (m, rank) bf16
+  const void* lora_up;        // (n, rank) bf16
+  void* out;                  // (m, n) bf16
+  int64_t m, n;               // 1 <= m <= tile_m
+  int k_pad;
+  int rank;  // 0: no low-rank branch
+  int tile_n;
+  int stages;
+  DecodeSmem smem;
+};
+
+// The kernel for a path, token tile and number of weight rows, null if it was not
+// compiled.
+const void* DecodeKernel(GemmV2Path path, int tile_m, int tile_n);
+
+// Launches on `stream`. `dependent`: the kernel before it on the stream writes
+// act, token_scale and lora_act, and may still be running.
+LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& params,
+                          bool dependent, int device, cudaStream_t stream);
+
+}  // namespace jax_w4a4
+
+#endif  // JAX_W4A4_CUDA_SM90_DECODE_H_
