@@ -21,6 +21,7 @@
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_grouped.h"
 #include "sm90_quantize_public.h"
 #include "sm90_quantize_v1.h"
 #include "sm90_quantize_v2.h"
@@ -472,6 +473,20 @@ Error Repack(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   return Error::Success();
 }
 
+void SetDown(DownV2Params* d, const QuantizeBuffers& q, const PlanAttrs& plan,
+             const SpecAttrs& spec, int64_t rank) {
+  d->x = q.x.untyped_data();
+  d->lora_down = q.lora_down.untyped_data();
+  d->lora_act = q.lora_act.untyped_data();
+  d->m = Dim(q.x, 0);
+  d->k = static_cast<int>(spec.k);
+  d->rank = static_cast<int>(rank);
+  d->cluster = static_cast<int>(plan.down_cluster);
+  d->stages = static_cast<int>(plan.down_stages);
+  d->off_barriers = static_cast<int>(plan.off_down_barriers);
+  d->smem_bytes = static_cast<int>(plan.down_smem_bytes);
+}
+
 // LoRA-down; what follows may run beside it.
 Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
            const SpecAttrs& spec, int device) {
@@ -491,23 +506,14 @@ Error Down(cudaStream_t stream, const QuantizeBuffers& q, const PlanAttrs& plan,
     return Error::Success();
   }
   DownV2Params d = {};
-  d.x = q.x.untyped_data();
-  d.lora_down = q.lora_down.untyped_data();
-  d.lora_act = q.lora_act.untyped_data();
-  d.m = Dim(q.x, 0);
-  d.k = static_cast<int>(spec.k);
-  d.rank = static_cast<int>(Dim(q.lora_down, 1));
-  d.cluster = static_cast<int>(plan.down_cluster);
-  d.stages = static_cast<int>(plan.down_stages);
-  d.off_barriers = static_cast<int>(plan.off_down_barriers);
-  d.smem_bytes = static_cast<int>(plan.down_smem_bytes);
+  SetDown(&d, q, plan, spec, Dim(q.lora_down, 1));
   W4A4_CUDA(LaunchDownV2(d, device, stream));
   return Error::Success();
 }
 
 // What both quantizers that hold a token in registers are told.
 void SetTokens(TokenParams* p, const QuantizeBuffers& q, const PlanAttrs& plan,
-               const SpecAttrs& spec) {
+               const SpecAttrs& spec, int64_t rank) {
   p->x = q.x.untyped_data();
   p->smooth = OptionalData(q.smooth);
   p->global_scale = OptionalData(q.global_scale);
@@ -519,15 +525,14 @@ void SetTokens(TokenParams* p, const QuantizeBuffers& q, const PlanAttrs& plan,
   p->x_dtype = ToDType(q.x.element_type());
   p->rule = static_cast<ScaleRule>(spec.act_rule);
   p->is_unsigned = spec.act_unsigned != 0;
-  p->beside = Dim(q.lora_down, 1) > 0 &&
-              g_dependent_launch.load(std::memory_order_relaxed);
+  p->beside = rank > 0 && g_dependent_launch.load(std::memory_order_relaxed);
 }
 
 // Codes and scales, with a token in registers.
 Error QuantizePublic(cudaStream_t stream, const QuantizeBuffers& q,
                      const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   QuantizePublicParams p = {};
-  SetTokens(&p, q, plan, spec);
+  SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
   if (p.m == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   p.packed = q.packed.untyped_data();
@@ -546,7 +551,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   if (plan.QuantizerIsDecode()) {
     DecodeQuantizeParams p = {};
-    SetTokens(&p, q, plan, spec);
+    SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
     p.beside = false;
     p.act = w.act.untyped_data();
     p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
@@ -559,13 +564,28 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
   }
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   QuantizeV2Params p = {};
-  SetTokens(&p, q, plan, spec);
+  SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<float*>(w.token_scale.untyped_data());
   p.token_pitch = GemmV2TokenPitch(p.m, plan.tile_m);
   p.block = static_cast<int>(spec.block_size);
   p.weight = WeightRows(b, w, PreparedRows(b, plan));
   W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
+  return Error::Success();
+}
+
+// What became of a launch; a good one is the last launch from now on.
+Error Launched(const char* what, const LaunchResult& done, const void* kernel,
+               int device, int smem_bytes, int cluster) {
+  if (done.detail != nullptr) {
+    return Error(ErrorCode::kInternal,
+                 std::string("jax_w4a4: the driver refused a tensor map of ") +
+                     done.detail);
+  }
+  if (done.code != cudaSuccess) return CudaError(what, done.code);
+  std::lock_guard<std::mutex> lock(g_last_mutex);
+  g_last = {kernel,         device,     static_cast<unsigned>(done.grid), 1,
+            kGemmV2Threads, smem_bytes, cluster};
   return Error::Success();
 }
 
@@ -597,21 +617,9 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
       LaunchGemmV2(plan.V2Path(), tile_m, cluster, p,
                    g_dependent_launch.load(std::memory_order_relaxed), device,
                    stream);
-  if (done.detail != nullptr) {
-    return Error(ErrorCode::kInternal,
-                 std::string("jax_w4a4: the driver refused a tensor map of ") +
-                     done.detail);
-  }
-  if (done.code != cudaSuccess) return CudaError("gemm sm90_v2", done.code);
-  std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {GemmV2Kernel(plan.V2Path(), tile_m, cluster),
-            device,
-            static_cast<unsigned>(done.grid),
-            1,
-            kGemmV2Threads,
-            p.smem.total_bytes,
-            cluster};
-  return Error::Success();
+  return Launched("gemm sm90_v2", done,
+                  GemmV2Kernel(plan.V2Path(), tile_m, cluster), device,
+                  p.smem.total_bytes, cluster);
 }
 
 Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
@@ -783,7 +791,7 @@ Error QuantizeSm100(cudaStream_t stream, const QuantizeBuffers& q,
                     const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));
   Sm100QuantizeParams p = {};
-  SetTokens(&p, q, plan, spec);
+  SetTokens(&p, q, plan, spec, Dim(q.lora_down, 1));
   p.packed = q.packed.untyped_data();
   p.act_atoms = static_cast<uint8_t*>(w.act.untyped_data());
   p.weight_scale = static_cast<const uint8_t*>(b.weight_scale.untyped_data());
@@ -872,6 +880,166 @@ size_t ResultCount(const PlanAttrs& plan, size_t v1, size_t v2, size_t sm100) {
   return plan.IsPrivate() ? v2 : plan.IsSm100() ? sm100 : v1;
 }
 
+// ---------------------------------------------------------------------------
+// Kernel sm90_grouped: operands -> launches
+// ---------------------------------------------------------------------------
+
+// Operands of all groups lie one behind the other, so the launches of one weight
+// see groups x n rows; what is counted per group they are told beside.
+struct GroupedBuffers {
+  AnyBuffer x, bounds, smooth, act_global_scale, lora_down;
+  AnyBuffer weight, weight_scale, weight_global_scale, lora_up;
+  AnyBuffer channel_scale, bias;
+  AnyBuffer out;                                    // result
+  AnyBuffer lora_act, act, token_scale, rows, table;  // workspace
+
+  int64_t m() const { return Dim(x, 0); }
+  int64_t groups() const { return Dim(weight, 0); }
+  int64_t n() const { return Dim(weight, 1); }
+  int64_t rank() const { return Dim(lora_up, 2); }
+};
+
+// A float32 array with a row of `size` for each group, or absent: no elements.
+Error CheckGroupVector(const char* name, const AnyBuffer& buffer,
+                       int64_t groups, int64_t size) {
+  return Check(name, buffer, {DataType::F32},
+               {groups, buffer.element_count() == 0 ? 0 : size});
+}
+
+Error CheckGrouped(const GroupedBuffers& b, const PlanAttrs& plan,
+                   const SpecAttrs& spec) {
+  const int64_t m = b.m(), groups = b.groups(), n = b.n(), rank = b.rank();
+  const int64_t blocks = spec.k_pad / spec.block_size;
+  const int64_t tile_m = plan.tile_m;
+  const GemmV2Path path = plan.V2Path();
+  const DataType scale_type =
+      static_cast<Format>(spec.format) == Format::kNvfp4   ? DataType::F8E4M3FN
+      : static_cast<Format>(spec.format) == Format::kMxfp4 ? DataType::F8E8M0FNU
+                                                           : b.weight_scale.element_type();
+  // The kernels count rows, tiles and weight scales in 32 bits.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;
+  const int64_t tiles = GroupedRowTiles(m, groups, tile_m) *
+                        ((n + kGemmV2TileN - 1) / kGemmV2TileN);
+  if (m > kMost || groups * n > kMost || tiles > kMost ||
+      (blocks * groups * n) >> 32 != 0) {
+    return Error(ErrorCode::kFailedPrecondition,
+                 "jax_w4a4: kernel sm90_grouped takes fewer than 2^31 rows and "
+                 "tiles and 2^32 weight scales, got " +
+                     std::to_string(m) + " rows and " + std::to_string(groups) +
+                     " x " + std::to_string(n) + " weight rows");
+  }
+  W4A4_RETURN_IF_ERROR(Check("x", b.x, kFloats, {kAny, spec.k}));
+  W4A4_RETURN_IF_ERROR(
+      Check("bounds", b.bounds, {DataType::S32}, {groups + 1}));
+  W4A4_RETURN_IF_ERROR(CheckGroupVector("smooth", b.smooth, groups, spec.k));
+  W4A4_RETURN_IF_ERROR(CheckGroupVector("act_global_scale",
+                                        b.act_global_scale, groups, 1));
+  W4A4_RETURN_IF_ERROR(Check("packed", b.weight, {DataType::U8},
+                             {groups, kAny, spec.k_pad / 2}));
+  W4A4_RETURN_IF_ERROR(
+      Check("scales", b.weight_scale, {scale_type}, {groups, n, blocks}));
+  W4A4_RETURN_IF_ERROR(CheckGroupVector("global_scale", b.weight_global_scale,
+                                        groups, 1));
+  W4A4_RETURN_IF_ERROR(
+      Check("lora_up", b.lora_up, kFloats, {groups, n, kAny}));
+  if (rank > 0) {
+    W4A4_RETURN_IF_ERROR(Check("x", b.x, {DataType::BF16}, {kAny, spec.k}));
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_up", b.lora_up, {DataType::BF16}, {groups, n, rank}));
+    W4A4_RETURN_IF_ERROR(Check("lora_down", b.lora_down, {DataType::BF16},
+                               {groups, spec.k, rank}));
+    W4A4_RETURN_IF_ERROR(
+        Check("lora_act", b.lora_act, {DataType::BF16}, {m, rank}));
+  }
+  W4A4_RETURN_IF_ERROR(
+      CheckGroupVector("channel_scale", b.channel_scale, groups, n));
+  W4A4_RETURN_IF_ERROR(CheckGroupVector("bias", b.bias, groups, n));
+  W4A4_RETURN_IF_ERROR(Check("result", b.out, {DataType::BF16}, {m, n}));
+  W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
+                             {m, GemmV2ActBytes(path, spec.k_pad)}));
+  W4A4_RETURN_IF_ERROR(Check("token_scale", b.token_scale, {DataType::F32},
+                             {GroupedTokens(path, m, tile_m)}));
+  W4A4_RETURN_IF_ERROR(Check("rows", b.rows, {DataType::F32},
+                             {groups * n, kGemmV2RowInputBytes / 4}));
+  W4A4_RETURN_IF_ERROR(
+      Check("table", b.table, {DataType::S32},
+            {GroupedTableEntries(m, groups, tile_m), kGroupedEntryInts}));
+  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
+  return CheckGemmRegions(plan, spec, rank);
+}
+
+// LoRA-down, beside it the quantizer, which also writes the table.
+Error QuantizeGrouped(cudaStream_t stream, const GroupedBuffers& b,
+                      const PlanAttrs& plan, const SpecAttrs& spec,
+                      int device) {
+  // Nothing here has the public layout.
+  const QuantizeBuffers q = {b.x,   b.smooth, b.act_global_scale, b.lora_down,
+                             b.act, b.act,    b.lora_act};
+  const auto* bounds = static_cast<const int*>(b.bounds.untyped_data());
+  const int64_t rank = b.rank();
+  if (rank > 0) {
+    DownV2Params d = {};
+    SetDown(&d, q, plan, spec, rank);
+    d.groups = static_cast<int>(b.groups());
+    d.bounds = bounds;
+    W4A4_CUDA(LaunchDownV2(d, device, stream));
+  }
+  QuantizeV2Params p = {};
+  SetTokens(&p, q, plan, spec, rank);
+  p.act = b.act.untyped_data();
+  p.token_scale = static_cast<float*>(b.token_scale.untyped_data());
+  p.weight.weight_scale = b.weight_scale.untyped_data();
+  p.weight.weight_global_scale = OptionalData(b.weight_global_scale);
+  p.weight.act_global_scale = OptionalData(b.act_global_scale);
+  p.weight.channel_scale = OptionalData(b.channel_scale);
+  p.weight.bias = OptionalData(b.bias);
+  p.weight.rows = b.rows.untyped_data();
+  p.weight.scale_dtype = ToDType(b.weight_scale.element_type());
+  p.block = static_cast<int>(spec.block_size);
+  p.weight.n = b.groups() * b.n();
+  p.weight.groups = b.groups();
+  p.weight.bounds = bounds;
+  p.table = b.table.untyped_data();
+  p.tile_m = static_cast<int>(plan.tile_m);
+  p.y = b.out.untyped_data();
+  W4A4_CUDA(LaunchQuantizeV2(plan.V2Path(), p, stream));
+  return Error::Success();
+}
+
+Error GemmGrouped(cudaStream_t stream, const GroupedBuffers& b,
+                  const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  GroupedParams params = {};
+  params.groups = b.groups();
+  params.table = b.table.untyped_data();
+  GemmV2Params& p = params.gemm;
+  p.act = b.act.untyped_data();
+  p.token_scale = static_cast<const float*>(b.token_scale.untyped_data());
+  p.rows = b.rows.untyped_data();
+  p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
+  p.weight_scale = b.weight_scale.untyped_data();
+  p.lora_act = b.lora_act.untyped_data();
+  p.lora_up = b.lora_up.untyped_data();
+  p.out = b.out.untyped_data();
+  p.m = b.m();
+  p.n = b.n();
+  p.k_pad = static_cast<int>(spec.k_pad);
+  p.rank = static_cast<int>(b.rank());
+  p.stages = static_cast<int>(plan.main_stages);
+  p.group_m = static_cast<int>(plan.group_m);
+  p.block = static_cast<int>(spec.block_size);
+  p.scale_dtype = ToDType(b.weight_scale.element_type());
+  p.smem = GetGemmV2Smem(plan);
+  const int tile_m = static_cast<int>(plan.tile_m);
+  const LaunchResult done =
+      LaunchGrouped(plan.V2Path(), tile_m, params,
+                    g_dependent_launch.load(std::memory_order_relaxed), device,
+                    stream);
+  return Launched("gemm sm90_grouped", done,
+                  GroupedKernel(plan.V2Path(), tile_m), device,
+                  p.smem.total_bytes, 1);
+}
+
+// The results of a call after y, as many as its kernel's plan has.
 Error GetResults(const ffi::RemainingRets& rets, size_t expected,
                  std::vector<AnyBuffer>* buffers) {
   if (rets.size() != expected) {
@@ -892,6 +1060,16 @@ Error GetResults(const ffi::RemainingRets& rets, size_t expected,
 // Impl: what each handler does with its buffers
 // ---------------------------------------------------------------------------
 
+// A plan for one weight, or for groups, in the handler that is for it.
+Error CheckKind(const PlanAttrs& plan, bool grouped) {
+  if (plan.IsGrouped() == grouped) return Error::Success();
+  return Error(ErrorCode::kFailedPrecondition,
+               grouped ? "jax_w4a4: the grouped handler takes plans of kernel "
+                         "sm90_grouped only"
+                       : "jax_w4a4: kernel sm90_grouped belongs to the grouped "
+                         "handler");
+}
+
 Error InstantiateImpl(PlanAttrs plan, SpecAttrs spec) {
   return CheckAttrs(plan, spec);
 }
@@ -905,6 +1083,7 @@ Error QuantizeImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
                              *packed, *scales, *lora_act};
   int device = 0;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
   W4A4_RETURN_IF_ERROR(CheckQuantize(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(
       plan, std::max(plan.q_smem_bytes, plan.down_smem_bytes), &device));
@@ -933,6 +1112,7 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
   int device = 0;
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
   W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 0, 3, 2), &r));
   W4A4_RETURN_IF_ERROR(CheckGemm(b, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckDevice(plan, plan.smem_bytes, &device));
@@ -967,6 +1147,7 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   CountCall(stream);
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
   W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 3, 6, 5), &r));
   const QuantizeBuffers q = {x,    smooth, act_global_scale, lora_down,
                              r[0], r[1],   r[2]};
@@ -991,6 +1172,29 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
   return Gemm(stream, g, plan, spec, device,
               g_dependent_launch.load(std::memory_order_relaxed));
+}
+
+Error GroupedImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer bounds,
+                  AnyBuffer smooth, AnyBuffer act_global_scale,
+                  AnyBuffer lora_down, AnyBuffer weight, AnyBuffer weight_scale,
+                  AnyBuffer weight_global_scale, AnyBuffer lora_up,
+                  AnyBuffer channel_scale, AnyBuffer bias, Result out,
+                  Result lora_act, Result act, Result token_scale, Result rows,
+                  Result table, PlanAttrs plan, SpecAttrs spec) {
+  CountCall(stream);
+  const GroupedBuffers b = {
+      x,       bounds,       smooth, act_global_scale, lora_down,
+      weight,  weight_scale, weight_global_scale, lora_up, channel_scale,
+      bias,    *out,         *lora_act, *act, *token_scale, *rows, *table};
+  int device = 0;
+  W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/true));
+  W4A4_RETURN_IF_ERROR(CheckGrouped(b, plan, spec));
+  W4A4_RETURN_IF_ERROR(CheckDevice(
+      plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
+  if (b.m() == 0 || b.n() == 0) return Error::Success();
+  W4A4_RETURN_IF_ERROR(QuantizeGrouped(stream, b, plan, spec, device));
+  return GemmGrouped(stream, b, plan, spec, device);
 }
 
 }  // namespace
@@ -1112,6 +1316,31 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         // Workspace: packed, scales, lora_act; sm90_v2: act, token_scale, rows;
         // sm100_v2: act_atoms, weight_atoms.
         .RemainingRets()
+        .Attr<PlanAttrs>("plan")
+        .Attr<SpecAttrs>("spec"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    W4a4Grouped, jax_w4a4::GroupedImpl,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // x (m, k)
+        .Arg<ffi::AnyBuffer>()  // bounds (g + 1,)
+        .Arg<ffi::AnyBuffer>()  // smooth (g, k) | (g, 0)
+        .Arg<ffi::AnyBuffer>()  // act_global_scale (g, 1) | (g, 0)
+        .Arg<ffi::AnyBuffer>()  // lora_down (g, k, r)
+        .Arg<ffi::AnyBuffer>()  // packed (g, n, k_pad / 2)
+        .Arg<ffi::AnyBuffer>()  // scales (g, n, k_pad / block)
+        .Arg<ffi::AnyBuffer>()  // global_scale (g, 1) | (g, 0)
+        .Arg<ffi::AnyBuffer>()  // lora_up (g, n, r)
+        .Arg<ffi::AnyBuffer>()  // channel_scale (g, n) | (g, 0)
+        .Arg<ffi::AnyBuffer>()  // bias (g, n) | (g, 0)
+        .Ret<ffi::AnyBuffer>()  // y (m, n)
+        .Ret<ffi::AnyBuffer>()  // workspace: lora_act (m, r)
+        .Ret<ffi::AnyBuffer>()  // act
+        .Ret<ffi::AnyBuffer>()  // token_scale
+        .Ret<ffi::AnyBuffer>()  // rows
+        .Ret<ffi::AnyBuffer>()  // table of row tiles
         .Attr<PlanAttrs>("plan")
         .Attr<SpecAttrs>("spec"),
     {ffi::Traits::kCmdBufferCompatible});

@@ -14,6 +14,7 @@ XLA_FFI_Error* W4a4Instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* W4a4Quantize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* W4a4Gemm(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* W4a4Matmul(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* W4a4Grouped(XLA_FFI_CallFrame* call_frame);
 }
 
 namespace jax_w4a4 {

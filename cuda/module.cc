@@ -28,6 +28,7 @@ nb::dict Registrations() {
   targets["jax_w4a4.quantize.v3"] = Target(W4a4Quantize);
   targets["jax_w4a4.gemm.v3"] = Target(W4a4Gemm);
   targets["jax_w4a4.matmul.v3"] = Target(W4a4Matmul);
+  targets["jax_w4a4.grouped.v1"] = Target(W4a4Grouped);
   return targets;
 }
 

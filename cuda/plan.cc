@@ -136,9 +136,14 @@ bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
   return false;
 }
 
+const char* V2Name(const PlanAttrs& p) {
+  return p.IsGrouped() ? "sm90_grouped" : "sm90_v2";
+}
+
+// Of sm90_grouped too, which has the same roles and layout.
 ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
   if (!IsGemmV2Path(p.path) || !PathTakes(p.V2Path(), s)) {
-    return Invalid("kernel sm90_v2 has no path ", p.path, " for format ",
+    return Invalid("kernel ", V2Name(p), " has no path ", p.path, " for format ",
                    s.format, " with block_size=", s.block_size, " k_pad=",
                    s.k_pad);
   }
@@ -147,23 +152,30 @@ ffi::Error CheckV2Attrs(const PlanAttrs& p, const SpecAttrs& s) {
   if (promoted ? p.promote_k < tile_k || p.promote_k % tile_k != 0
                : p.promote_k != 0) {
     return Invalid("promote_k=", p.promote_k, " on path ", p.path,
-                   " of kernel sm90_v2; expected ",
+                   " of kernel ", V2Name(p), "; expected ",
                    promoted ? "a positive multiple of " : "0, not a multiple of ",
                    tile_k);
   }
-  if (GemmV2Kernel(p.V2Path(), static_cast<int>(p.tile_m),
-                   static_cast<int>(p.cluster)) == nullptr ||
+  const int most_stages =
+      p.IsGrouped() ? kGroupedMaxStages : kGemmV2MaxStages;
+  const int tile_m = static_cast<int>(p.tile_m);
+  const int cluster = static_cast<int>(p.cluster);
+  const bool compiled =
+      p.IsGrouped()
+          ? cluster == 1 && GroupedKernel(p.V2Path(), tile_m) != nullptr
+          : GemmV2Kernel(p.V2Path(), tile_m, cluster) != nullptr;
+  if (!compiled ||
       p.tile_n != kGemmV2TileN * p.cluster || p.tile_k != tile_k ||
       p.threads != kGemmV2Threads || p.main_stages < 2 ||
-      p.main_stages > kGemmV2MaxStages || p.lora_stages != 0 ||
+      p.main_stages > most_stages || p.lora_stages != 0 ||
       p.store_stages != 1 || p.group_m < 1) {
-    return Invalid("kernel sm90_v2 can't run tile (", p.tile_m, ", ", p.tile_n,
+    return Invalid("kernel ", V2Name(p), " can't run tile (", p.tile_m, ", ", p.tile_n,
                    ", ", p.tile_k, "), cluster ", p.cluster, ", group_m ",
                    p.group_m, ", ", p.threads, " threads, stages main ",
                    p.main_stages, " lora ", p.lora_stages, " store ",
                    p.store_stages, "; expected a compiled tile_m, tile_n 128 x "
-                   "cluster, tile_k ", tile_k, ", cluster 1 | 2, group_m >= 1, "
-                   "384 threads, stages main 2..", kGemmV2MaxStages,
+                   "cluster, tile_k ", tile_k, ", cluster ", p.IsGrouped() ? "1" : "1 | 2",
+                   ", group_m >= 1, 384 threads, stages main 2..", most_stages,
                    " lora 0 store 1");
   }
   return ffi::Error::Success();
@@ -303,11 +315,14 @@ ffi::Error CheckV1Regions(const PlanAttrs& p, const SpecAttrs& s,
 
 ffi::Error CheckV2Regions(const PlanAttrs& p, int64_t rank) {
   if (rank % 16 != 0 || rank > kGemmV2MaxRank) {
-    return Precondition("kernel sm90_v2 takes ranks that are a multiple of 16 "
+    return Precondition("kernel ", V2Name(p), " takes ranks that are a multiple of 16 "
                         "up to ", kGemmV2MaxRank, ", lora_up has rank ", rank);
   }
   const int64_t rows = kGemmV2TileN;  // weight rows of this CTA
-  const int64_t token = GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0;
+  const int64_t token = p.IsGrouped()
+                            ? GroupedTokenBytes(p.V2Path(), p.tile_m)
+                        : GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4
+                                                       : 0;
   // Up to the next swizzle pattern, so that the next slot starts with one.
   const int64_t groups =
       (GemmV2StageGroups(p.V2Path()) * p.tile_m * 4 + 1023) / 1024 * 1024;
@@ -450,7 +465,7 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
   if (!p.IsV1() && !p.IsPrivate() && !p.IsSm100()) {
     return Precondition("plan asks for kernel ", p.kernel,
                         "; expected 1 (sm90_v1), 3 (sm90_v2), 4 "
-                        "(sm90_decode), 10 (sm100_v1) or 2 (sm100_v2)");
+                        "(sm90_decode), 5 (sm90_grouped), 10 (sm100_v1) or 2 (sm100_v2)");
   }
   if (blackwell && !kBuiltForSm100) {
     return Precondition("plan asks for kernel ", p.kernel,
@@ -464,14 +479,14 @@ ffi::Error CheckAttrs(const PlanAttrs& p, const SpecAttrs& s) {
   }
   if (ffi::Error error = CheckSpec(s); error.failure()) return error;
   if (p.IsDecode()) return CheckDecodeAttrs(p, s);
-  if (p.IsV2()) return CheckV2Attrs(p, s);
+  if (p.HasV2Roles()) return CheckV2Attrs(p, s);
   return p.IsSm100() ? CheckSm100Attrs(p, s) : CheckV1Attrs(p);
 }
 
 ffi::Error CheckGemmRegions(const PlanAttrs& p, const SpecAttrs& s,
                             int64_t rank) {
   if (p.IsDecode()) return CheckDecodeRegions(p, s, rank);
-  if (p.IsV2()) return CheckV2Regions(p, rank);
+  if (p.HasV2Roles()) return CheckV2Regions(p, rank);
   return p.IsSm100() ? CheckSm100Regions(p, s, rank) : CheckV1Regions(p, s, rank);
 }
 
@@ -505,7 +520,7 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
       (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
         "quantizer ", p.q_kernel, " takes k a multiple of 8, 2 before kernels "
-        "sm90_v2 and sm90_decode, 4 before sm100_v2 and 3 without one, rank a multiple of ",
+        "sm90_v2, sm90_decode and sm90_grouped, 4 before sm100_v2 and 3 without one, rank a multiple of ",
         ranks, " up to ", most, ", LoRA-down on x; got kernel ", p.kernel, ", k ",
         s.k, ", rank ", rank, ", lora_smoothed ", s.lora_smoothed);
   }

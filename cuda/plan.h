@@ -10,6 +10,7 @@
 #include "sm90_decode.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_grouped.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_w4a4 {
@@ -22,6 +23,7 @@ enum class KernelId : int64_t {
   kSm100V2 = 2,
   kSm90V2 = 3,
   kSm90Decode = 4,
+  kSm90Grouped = 5,
   kSm100V1 = 10,
 };
 // Values of PlanAttrs::q_kernel.
@@ -39,7 +41,7 @@ struct PlanAttrs {
   int64_t main_stages, lora_stages, store_stages, threads, smem_bytes;
   // m tiles per sweep over n; 0 where the hardware orders the tiles.
   int64_t group_m;
-  // sm90_v2 and sm90_decode: a GemmV2Path; 0 otherwise.
+  // Kernels with the roles of sm90_v2, sm90_decode: a GemmV2Path; 0 otherwise.
   int64_t path;
   // K elements that kMxfp4Promoted adds up in the tensor core; 0 otherwise.
   int64_t promote_k;
@@ -61,9 +63,12 @@ struct PlanAttrs {
   // GEMM v1, the same code on every architecture.
   bool IsV1() const { return Is(KernelId::kSm90V1) || Is(KernelId::kSm100V1); }
   bool IsV2() const { return Is(KernelId::kSm90V2); }
+  bool IsGrouped() const { return Is(KernelId::kSm90Grouped); }
+  // Kernels made of the roles of sm90_v2.
+  bool HasV2Roles() const { return IsV2() || IsGrouped(); }
   bool IsDecode() const { return Is(KernelId::kSm90Decode); }
   // Kernels that read activations in the layout of sm90_v2.
-  bool IsPrivate() const { return IsV2() || IsDecode(); }
+  bool IsPrivate() const { return HasV2Roles() || IsDecode(); }
   bool IsSm100() const { return Is(KernelId::kSm100V2); }
   // Valid once CheckAttrs has passed, as all that follows.
   GemmV2Path V2Path() const { return static_cast<GemmV2Path>(path); }

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(32 * kWarps, (kFewBlocks<kSource, kChunks, kWa
   if (token >= args.m) return;
   const Place at = {static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), slots,
                     1};
-  quantize_token<kPath, kSource, kChunks, kWarps>(args, token, at);
+  quantize_token<kPath, kSource, kChunks, kWarps>(args, args, token, at);
 }
 
 }  // namespace jax_w4a4::sm90

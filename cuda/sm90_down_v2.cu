@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "launch.h"
 #include "sm90_down_v2.cuh"
 #include "tensor_map.h"
@@ -26,14 +28,17 @@ int LaunchDownV2(const DownV2Params& p, int device, cudaStream_t stream) {
   a.cluster = p.cluster;
   a.stages = p.stages;
   a.off_barriers = p.off_barriers;
+  a.groups = p.groups;
+  a.bounds = p.bounds;
 
   const auto bf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   TensorMaps maps;
   maps.Encode("x", &a.x, {p.x, p.m, p.k, bf16, 2}, kDownV2Tokens,
               sm90::kDownStageK, swizzle);
-  maps.Encode("lora_down", &a.lora_down, {p.lora_down, p.k, p.rank, bf16, 2},
-              sm90::kDownStageK, 64, swizzle);
+  maps.Encode("lora_down", &a.lora_down,
+              {p.lora_down, p.k, p.rank, bf16, 2, p.groups}, sm90::kDownStageK,
+              64, swizzle);
   if (maps.refused() != nullptr) return cudaErrorInvalidValue;
 
   if (int code = RaiseSmemLimit(kernel, device, p.smem_bytes);
@@ -41,7 +46,9 @@ int LaunchDownV2(const DownV2Params& p, int device, cudaStream_t stream) {
     return code;
   }
   cudaLaunchAttribute attribute = ClusterAttribute(p.cluster);
-  const int64_t token_tiles = (p.m + kDownV2Tokens - 1) / kDownV2Tokens;
+  // With groups the most that there can be.
+  const int64_t token_tiles = (p.m + kDownV2Tokens - 1) / kDownV2Tokens +
+                              std::min<int64_t>(p.groups, p.m);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(token_tiles * p.cluster));
   config.blockDim = dim3(DownV2Threads(p.rank));

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "sm90_groups.cuh"
 #include "sm90_pipeline.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_wgmma.cuh"
@@ -24,13 +25,15 @@ constexpr int kDownRankBytes = kDownStageK * 128;  // box of 64 ranks
 
 struct DownV2Args {
   CUtensorMap x;          // (M, K) bf16, box 64 x kDownTokens, 128-byte swizzle
-  CUtensorMap lora_down;  // (K, R) bf16, box 64 x 64, 128-byte swizzle
+  CUtensorMap lora_down;  // (K, R), or (groups, K, R), bf16, box 64 x 64, 128-byte swizzle
   __nv_bfloat16* lora_act;  // (M, R)
   int m, rank;
   int steps;    // 64-k stages of K
   int cluster;  // CTAs
   int stages;   // of the ring
   int off_barriers;
+  int groups;         // 0: one weight
+  const int* bounds;  // of the groups' rows (sm90_groups.cuh)
 };
 
 #define W4A4_STR_72 W4A4_S30 "," W4A4_S4_0(3) ",%34,%35"
@@ -62,21 +65,46 @@ __device__ __forceinline__ float4 load_cluster_f4(uint32_t address, uint32_t ran
   return v;
 }
 
+struct DownTile {
+  int m0, end;  // first token, and the last one's successor
+  int group;    // -1: there is no such tile
+};
+
+// Token tile `index`; one warp.
+__device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index, int lane) {
+  if (args.groups == 0) return {index * kDownTokens, args.m, 0};
+  DownTile mine = {0, 0, -1};
+  walk_groups(args.bounds, args.groups, kDownTokens, lane,
+              [&](int group, int first, int begin, int end) {
+                const int m0 = begin + (index - first) * kDownTokens;
+                if (index >= first && m0 < end) mine = {m0, end, group};
+              });
+  const uint32_t found = __ballot_sync(0xFFFFFFFFu, mine.group >= 0);
+  const int lane_with = found == 0 ? 0 : 31 - __clz(found);
+  return {__shfl_sync(0xFFFFFFFFu, mine.m0, lane_with),
+          __shfl_sync(0xFFFFFFFFu, mine.end, lane_with),
+          __shfl_sync(0xFFFFFFFFu, mine.group, lane_with)};
+}
+
 // ---- roles ----
 
 template <int kRankTiles>
 __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
-                                          int m0, int first, int steps) {
+                                          const DownTile& tile, int first, int steps) {
   constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
   RingState stage;
   for (int step = first; step < first + steps; ++step) {
     const uint32_t full = ring.acquire(stage, kStageBytes);
     const uint32_t slot = smem + stage.slot * kStageBytes;
-    tma_load_2d(slot, &args.x, full, step * kDownStageK, m0);
+    tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
 #pragma unroll
     for (int t = 0; t < kRankTiles; ++t) {
-      tma_load_2d(slot + kDownXBytes + t * kDownRankBytes, &args.lora_down, full, t * 64,
-                  step * kDownStageK);
+      const uint32_t down = slot + kDownXBytes + t * kDownRankBytes;
+      if (args.groups > 0) {
+        tma_load_3d(down, &args.lora_down, full, t * 64, step * kDownStageK, tile.group);
+      } else {
+        tma_load_2d(down, &args.lora_down, full, t * 64, step * kDownStageK);
+      }
     }
     ring.advance(stage);
   }
@@ -140,12 +168,12 @@ __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp
 
 // Four ranks per thread.
 template <int kRankTiles>
-__device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem, int m0,
-                                             int rank, int active, int thread, int threads) {
+__device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem,
+                                             const DownTile& tile, int rank, int active, int thread, int threads) {
   constexpr int kQuads = 16 * kRankTiles;
   const int share = (kDownTokens + args.cluster - 1) / args.cluster;
   const int first = rank * share;
-  const int last = min(min(first + share, kDownTokens), args.m - m0);
+  const int last = min(min(first + share, kDownTokens), tile.end - tile.m0);
   const int r = thread % kQuads * 4;
   if (r >= args.rank) return;
   for (int token = first + thread / kQuads; token < last; token += threads / kQuads) {
@@ -160,7 +188,7 @@ __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t sm
     }
     const __nv_bfloat162 out[2] = {__floats2bfloat162_rn(sum.x, sum.y),
                                    __floats2bfloat162_rn(sum.z, sum.w)};
-    __nv_bfloat16* to = args.lora_act + static_cast<int64_t>(m0 + token) * args.rank + r;
+    __nv_bfloat16* to = args.lora_act + static_cast<int64_t>(tile.m0 + token) * args.rank + r;
     *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(out);
   }
 }
@@ -176,12 +204,13 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   // The quantizer needs nothing from here and may run beside this launch.
   grid_dependency_launch();
   const int rank = static_cast<int>(cluster_rank());
-  const int m0 = blockIdx.x / args.cluster * kDownTokens;
   const int slice = (args.steps + args.cluster - 1) / args.cluster;
   const int first = rank * slice;
   const int steps = max(0, min(slice, args.steps - first));
   const int active = (args.steps + slice - 1) / slice;
   const Ring ring(smem + args.off_barriers, args.stages);
+  const DownTile tile = down_tile(args, blockIdx.x / args.cluster, threadIdx.x % 32);
+  if (tile.group < 0) return;  // so for the whole cluster
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&args.x);
     prefetch_tensor_map(&args.lora_down);
@@ -201,11 +230,11 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
       store_partial<kRankTiles, kTiles>(smem, group, thread / 32 % 4, thread % 32, acc);
     }
   } else {
-    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, m0, first, steps);
+    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, tile, first, steps);
     __syncwarp();
   }
   cluster_sync();
-  if (thread < kThreads) add_partials<kRankTiles>(args, smem, m0, rank, active, thread, kThreads);
+  if (thread < kThreads) add_partials<kRankTiles>(args, smem, tile, rank, active, thread, kThreads);
   // Peers read this CTA's partial sums until they are through.
   cluster_sync();
 }

@@ -33,13 +33,15 @@ constexpr int64_t DownV2PartialBytes(int64_t rank) {
 
 struct DownV2Params {
   const void* x;          // (m, k) bf16, k a multiple of 8
-  const void* lora_down;  // (k, rank) bf16
+  const void* lora_down;  // (k, rank), or (groups, k, rank), bf16
   void* lora_act;         // (m, rank) bf16
   int64_t m;
   int k;
   int rank;  // a multiple of 16 up to kDownV2MaxRank, not 0
   int cluster, stages;
   int off_barriers, smem_bytes;
+  int groups;         // 0: one weight
+  const int* bounds;  // (groups + 1,) rows of x
 };
 
 // Launches on `stream` and returns a cudaError_t. m >= 1.

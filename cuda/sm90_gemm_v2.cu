@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "launch.h"
-#include "sm90_gemm_v2.cuh"
+#include "sm90_gemm_v2_args.h"
 #include "sm90_gemm_v2_kernels.h"  // written by CMake
 #include "tensor_map.h"
 
@@ -65,33 +65,10 @@ LaunchResult LaunchGemmV2(GemmV2Path path, int tile_m, int cluster,
   }
 
   const int stage_k = GemmV2TileK(path);
-  sm90::GemmV2Args a = {};
-  a.weight_scales = static_cast<const uint8_t*>(p.weight_scale);
-  a.token_scale = p.token_scale;
-  a.rows = static_cast<const sm90::RowInputs*>(p.rows);
-  a.y = static_cast<__nv_bfloat16*>(p.out);
-  a.m = static_cast<int>(p.m);
-  a.n = static_cast<int>(p.n);
-  a.k_blocks = CeilDiv(p.k_pad, stage_k);
-  a.scale_blocks = p.k_pad / p.block;
-  for (a.group_shift = 0; p.block >> a.group_shift > 1;) ++a.group_shift;
-  a.token_pitch = GemmV2TokenPitch(p.m, tile_m);
-  a.scale_shift = p.scale_dtype == DType::kF32 ? 2 : 1;
-  a.scale_left = p.scale_dtype == DType::kF32 ? 0 : 16;
-  a.scale_half = p.scale_dtype == DType::kF16;
-  a.promote_stages = p.promote_k / stage_k;
-  a.lora_chunks = CeilDiv(p.rank, sm90::kLoraRanks);
+  sm90::GemmV2Args a = CommonArgs(path, tile_m, p);
   a.m_tiles = CeilDiv(p.m, tile_m);
   a.n_tiles = CeilDiv(p.n, cluster * kGemmV2TileN);
   a.group_m = std::min(p.group_m, a.m_tiles);
-  a.tma_store = p.n % 8 == 0;
-  a.stages = p.stages;
-  a.stage_bytes = p.smem.stage_bytes;
-  a.off_weight = p.smem.weight;
-  a.off_lora_up = p.smem.lora_up;
-  a.off_store = p.smem.store;
-  a.off_token = p.smem.token;
-  a.off_barriers = p.smem.barriers;
 
   // Each CTA of a pair loads a share of the tokens in whole swizzle atoms; must
   // agree with TokenHalf in sm90_gemm_v2.cuh.

@@ -529,18 +529,12 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   return reinterpret_cast<const uint32_t&>(v);
 }
 
-// Adds the bias, rounds to bf16, transposes into the warpgroup's slab (token rows of 64 features,
-// 128-byte swizzle) and stores it. The slab is one whole tile deep: smaller ones cost more in waits
-// than their space would buy in stages.
+// Adds the bias, rounds to bf16 and transposes into the warpgroup's slab: token rows of 64 features,
+// 128-byte swizzle. The slab is one whole tile deep: smaller ones cost more in waits than their space
+// would buy in stages.
 template <int kTileM>
-__device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Tile tile, int group,
-                                      const float (&acc)[kTileM / 2], const Row (&rows)[2],
-                                      int warp, uint32_t lane) {
-  const bool issuer = warp == 0 && lane == 0;
-  const uint32_t barrier = 1 + group;
-  if (issuer) store_wait_read<0>();
-  named_barrier_sync(barrier, 128);
-
+__device__ __forceinline__ void write_slab(uint32_t slab, const float (&acc)[kTileM / 2],
+                                           const Row (&rows)[2], int warp, uint32_t lane) {
   // Matrix i of a stmatrix: features 16 warp + 8 (i % 2), tokens 8 (j + i / 2); lane l addresses
   // token row l % 8 of matrix l / 8.
   const uint32_t token = lane % 8 + lane / 16 * 8;
@@ -560,6 +554,32 @@ __device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Til
       stmatrix_x2_trans(at + j * 8 * 128, m0, m1);
     }
   }
+}
+
+// Slab to rows of `pitch` features: one token row per warp and step, two features per lane, the first
+// `n` of them.
+__device__ __forceinline__ void store_rows(uint32_t slab, __nv_bfloat16* y, int pitch, int n,
+                                           int rows, int warp, uint32_t lane) {
+  const int feature = 2 * lane;
+  for (int row = warp; row < rows; row += 4) {
+    const uint32_t word =
+        load_shared_u32(slab + row * 128 + ((lane / 4) ^ (row % 8)) * 16 + lane % 4 * 4);
+    __nv_bfloat16* out = y + static_cast<int64_t>(row) * pitch + feature;
+    if (feature < n) out[0] = __ushort_as_bfloat16(word & 0xFFFF);
+    if (feature + 1 < n) out[1] = __ushort_as_bfloat16(word >> 16);
+  }
+}
+
+// Through the slab to global memory.
+template <int kTileM>
+__device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Tile tile, int group,
+                                      const float (&acc)[kTileM / 2], const Row (&rows)[2],
+                                      int warp, uint32_t lane) {
+  const bool issuer = warp == 0 && lane == 0;
+  const uint32_t barrier = 1 + group;
+  if (issuer) store_wait_read<0>();
+  named_barrier_sync(barrier, 128);
+  write_slab<kTileM>(slab, acc, rows, warp, lane);
 
   const int n0 = tile.n0 + group * 64;
   if (args.tma_store) {
@@ -572,15 +592,8 @@ __device__ __forceinline__ void store(const GemmV2Args& args, uint32_t slab, Til
     return;
   }
   named_barrier_sync(barrier, 128);
-  // One token row per warp and step, two features per lane, each checked against N.
-  for (int token_row = warp; token_row < kTileM && tile.m0 + token_row < args.m; token_row += 4) {
-    const uint32_t word = load_shared_u32(slab + token_row * 128 +
-                                          ((lane / 4) ^ (token_row % 8)) * 16 + lane % 4 * 4);
-    const int n = n0 + 2 * lane;
-    __nv_bfloat16* out = args.y + static_cast<int64_t>(tile.m0 + token_row) * args.n + n;
-    if (n < args.n) out[0] = __ushort_as_bfloat16(word & 0xFFFF);
-    if (n + 1 < args.n) out[1] = __ushort_as_bfloat16(word >> 16);
-  }
+  store_rows(slab, args.y + static_cast<int64_t>(tile.m0) * args.n + n0, args.n, args.n - n0,
+             min(kTileM, args.m - tile.m0), warp, lane);
 }
 
 // Where a consumer thread stands.

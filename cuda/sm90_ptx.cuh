@@ -142,6 +142,15 @@ __device__ __forceinline__ void tma_load_2d(uint32_t dst, const CUtensorMap* map
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap* map, uint32_t barrier,
+                                            int inner, int middle, int outer) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(inner), "r"(middle), "r"(outer)
+      : "memory");
+}
+
 // Writes the box at offset `dst` of every CTA in `mask` and counts its bytes on each one's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(uint32_t dst, const CUtensorMap* map,
                                                       uint32_t barrier, int inner, int outer,

@@ -56,6 +56,13 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p,
   a.rows = sm90::row_inputs_args(path, p.weight, p.k_pad / p.block);
   a.prepare_ctas =
       sm90::prepare_ctas(path, p.weight.n, TokenQuantizerThreads(p.warps));
+  if (p.weight.bounds != nullptr) {
+    a.prepare_ctas += 1;
+    a.weight_groups = static_cast<int>(p.weight.groups);
+    a.tile_m = p.tile_m;
+    a.table = static_cast<sm90::GroupTile*>(p.table);
+    a.y = static_cast<__nv_bfloat16*>(p.y);
+  }
   return sm90::launch_tokens(kernel, &a, p, a.prepare_ctas, stream);
 }
 

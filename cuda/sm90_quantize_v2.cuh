@@ -8,6 +8,7 @@
 
 #include "sm90_expand.cuh"
 #include "sm90_gemm_v2.h"
+#include "sm90_groups.cuh"
 #include "sm90_quantize_token.cuh"
 #include "sm90_row_inputs.cuh"
 
@@ -21,6 +22,12 @@ struct QuantizeV2Args : TokenArgs {
   int groups;  // 128 bytes of the layout each, per token
   int block_lanes;  // lanes that hold a block, Int4Scaled
   int64_t token_pitch;
+  // With groups of rows (args.rows.bounds): smooth and act_global_scale of a token are its group's, one
+  // more leading CTA writes the gemm's table, and the tokens of no group write their rows of y.
+  int weight_groups;  // 0: one weight
+  int tile_m;
+  GroupTile* table;
+  __nv_bfloat16* y;
 };
 
 // ---- stores ----
@@ -275,10 +282,40 @@ __device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args,
 
 // ---- kernel ----
 
+// Zeros, by the warps of the token.
+template <int kWarps>
+__device__ __forceinline__ void clear_row(const QuantizeV2Args& args, int token, const Place& at) {
+  const int n = args.rows.group_rows;
+  __nv_bfloat16* row = args.y + static_cast<int64_t>(token) * n;
+  const int width = n % 8 == 0 ? 8 : 1;
+  for (int i = (at.part * 32 + at.lane) * width; i < n; i += 32 * kWarps * width) {
+    if (width == 8) {
+      *reinterpret_cast<uint4*>(row + i) = make_uint4(0, 0, 0, 0);
+    } else {
+      row[i] = __float2bfloat16_rn(0.0f);
+    }
+  }
+}
+
+// Moves smooth and act_global_scale on to those of the token's group; false if it has none.
+__device__ __forceinline__ bool choose_group(TokenArgs& args, const int* bounds, int groups,
+                                             int token, int lane) {
+  const int group = find_group(bounds, groups, token, lane);
+  if (args.smooth != nullptr) args.smooth += static_cast<int64_t>(group) * args.k;
+  if (args.act_global_scale != nullptr) args.act_global_scale += group;
+  return group >= 0;
+}
+
 template <GemmV2Path kPath>
 __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, int warps) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  if (args.weight_groups > 0 && static_cast<int>(blockIdx.x) == args.prepare_ctas - 1) {
+    if (warp == 0) {
+      write_group_table(args.rows.bounds, args.weight_groups, args.tile_m, lane, args.table);
+    }
+    return;
+  }
   if constexpr (kPath == GemmV2Path::kInt4Scaled) {
     write_rows<Format::kInt4>(args.rows, blockIdx.x, warp, warps, lane);
   } else if constexpr (kPath >= GemmV2Path::kInt4Row) {
@@ -290,12 +327,13 @@ __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, 
   }
 }
 
-// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout.
+// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout. `source`: args, or what they are for
+// the token's group.
 template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
-__device__ __forceinline__ void quantize_token(const QuantizeV2Args& args, int token,
-                                               const Place& at) {
+__device__ __forceinline__ void quantize_token(const QuantizeV2Args& args, const TokenArgs& source,
+                                               int token, const Place& at) {
   Chunks<kSource, kChunks> x;
-  load_token<kSource, kChunks, kWarps>(args, token, chunk_of<kWarps>(at, 0), x);
+  load_token<kSource, kChunks, kWarps>(source, token, chunk_of<kWarps>(at, 0), x);
   uint8_t* out = args.act + static_cast<int64_t>(token) * args.groups * 128;
   if constexpr (kPath == GemmV2Path::kMxfp4) {
     quantize_mxfp4<kChunks, kWarps>(args, x, token, out, at);
@@ -327,7 +365,15 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>,
     const int local = warp / kWarps;
     const int token = (blockIdx.x - args.prepare_ctas) * kTokens + local;
     const Place at = {warp % kWarps, static_cast<int>(threadIdx.x % 32), slots[local], 1 + local};
-    if (token < args.m) quantize_token<kPath, kSource, kChunks, kWarps>(args, token, at);
+    TokenArgs of_token = args;
+    bool inside = token < args.m;
+    if (inside && args.weight_groups > 0) {
+      inside = choose_group(of_token, args.rows.bounds, args.weight_groups, token, at.lane);
+      if (!inside) clear_row<kWarps>(args, token, at);
+    }
+    if (inside) {
+      quantize_token<kPath, kSource, kChunks, kWarps>(args, of_token, token, at);
+    }
   }
   end_after_launch_beside(args);
 }

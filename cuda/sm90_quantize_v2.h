@@ -20,6 +20,11 @@ struct QuantizeV2Params : TokenParams {
   int64_t token_pitch;  // GemmV2TokenPitch
   int block;            // K elements per block scale
   WeightRowParams weight;
+  // Groups of rows (weight.bounds) only; smooth and global_scale then have one
+  // row for each group.
+  void* table;  // of the gemm's row tiles (sm90_groups.cuh)
+  int tile_m;   // their rows
+  void* y;      // (m, weight.n / weight.groups) bf16: rows of no group become zeros
 };
 
 // Launches on `stream` and returns a cudaError_t. m, n >= 1.

@@ -16,13 +16,15 @@ namespace jax_w4a4 {
 // The weight's part of a v2 call, prepared in the launch before the gemm.
 struct WeightRowParams {
   const void* weight_scale;           // (n, k_pad / block)
-  const float* weight_global_scale;   // (1,) or null
-  const float* act_global_scale;      // (1,) or null
+  const float* weight_global_scale;   // (1,), (groups,) or null
+  const float* act_global_scale;      // (1,), (groups,) or null
   const float* channel_scale;         // (n,) or null
   const float* bias;                  // (n,) or null
   void* rows;                         // (n, kGemmV2RowInputBytes)
-  int64_t n;
+  int64_t n;  // of all groups
   DType scale_dtype;
+  int64_t groups;     // 0: one weight
+  const int* bounds;  // (groups + 1,) rows of x; null: one weight
 };
 
 struct RepackV2Params {

@@ -23,14 +23,16 @@ struct alignas(16) RowInputs {
 
 struct RowInputsArgs {
   const uint8_t* weight_scales;   // (N, scale_blocks)
-  const float* global_scale;      // () or null
-  const float* act_global_scale;  // () or null
+  const float* global_scale;      // one per group of rows, or null
+  const float* act_global_scale;  // one per group of rows, or null
   const float* channel_scale;     // (N,) or null
   const float* bias;              // (N,) or null
   RowInputs* rows;                // (N,)
   int n, scale_blocks;
   DType scale_dtype;  // of int4
   bool rounded;       // nvfp4: for RoundedRowFold
+  int group_rows;     // weight rows that share the global scales
+  const int* bounds;  // of tokens; rows of a group without any are not prepared. Or null.
 };
 
 // `blocks`: block scales per weight row.
@@ -44,10 +46,12 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
           static_cast<int>(p.n),
           blocks,
           p.scale_dtype,
-          path == GemmV2Path::kNvfp4Rounded};
+          path == GemmV2Path::kNvfp4Rounded,
+          static_cast<int>(p.bounds != nullptr ? p.n / p.groups : p.n),
+          p.bounds};
 }
 
-constexpr int kRowsPerPrepareCta = 72;  // weight rows: nine for each of eight warps, or the reverse
+constexpr int kRowsPerPrepareCta = 64;  // weight rows: eight for each of eight warps
 constexpr int kNanScale = 255;          // e8m0
 constexpr int kFloatNan = 0x7FC00000;
 constexpr int kFloatInf = 0x7F800000;
@@ -82,14 +86,21 @@ __device__ __forceinline__ int largest_scale(const void* scales, int64_t row, in
   return __reduce_max_sync(0xFFFFFFFFu, largest);
 }
 
+__device__ __forceinline__ bool is_unused(const RowInputsArgs& args, int row) {
+  if (args.bounds == nullptr) return false;
+  const int* bounds = args.bounds + row / args.group_rows;
+  return bounds[0] == bounds[1];
+}
+
 // What the optional vectors and scalars say of a row.
 struct RowFactors {
   float factor, bias;
 };
 __device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
+  const int group = row / args.group_rows;
   float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= *args.global_scale;
-  if (args.act_global_scale) factor *= *args.act_global_scale;
+  if (args.global_scale) factor *= args.global_scale[group];
+  if (args.act_global_scale) factor *= args.act_global_scale[group];
   return {factor, args.bias ? args.bias[row] : 0.0f};
 }
 
@@ -145,13 +156,55 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
   args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
 }
 
+// The largest of sixteen one-byte scales.
+template <Format kFormat>
+__device__ __forceinline__ int largest_of(const uint4& v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  uint32_t largest = 0;
+#pragma unroll
+  for (uint32_t word : words) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) largest = max(largest, word >> 8 * j & uint32_t{kScaleMask<kFormat>});
+  }
+  return static_cast<int>(largest);
+}
+
+// One warp, eight rows of whole 16 bytes of scales, four lanes each: experts have many rows, and a
+// warp for each waits more than it reads.
+template <Format kFormat>
+__device__ __forceinline__ void write_eight_rows(const RowInputsArgs& args, int first, int end,
+                                                 int lane) {
+  const int row = first + lane / 4;
+  const bool used = row < end && !is_unused(args, row);
+  int largest = 0;
+  if (used) {
+    const uint4* scales = reinterpret_cast<const uint4*>(
+        args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks);
+    for (int i = lane % 4; i < args.scale_blocks / 16; i += 4) {
+      largest = max(largest, largest_of<kFormat>(__ldg(scales + i)));
+    }
+  }
+  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+  if (used && lane % 4 == 0) {
+    args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
+  }
+}
+
 // The rows of prepare CTA `block`.
 template <Format kFormat>
 __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block, int warp,
                                            int warps, int lane) {
-  const int end = min((block + 1) * kRowsPerPrepareCta, args.n);
-  for (int row = block * kRowsPerPrepareCta + warp; row < end; row += warps) {
-    write_row_inputs<kFormat>(args, row, lane);
+  const int first = block * kRowsPerPrepareCta;
+  const int end = min(first + kRowsPerPrepareCta, args.n);
+  if (kFormat != Format::kInt4 && args.scale_blocks % 16 == 0) {
+    for (int row = first + 8 * warp; row < end; row += 8 * warps) {
+      write_eight_rows<kFormat>(args, row, end, lane);
+    }
+    return;
+  }
+  for (int row = first + warp; row < end; row += warps) {
+    if (!is_unused(args, row)) write_row_inputs<kFormat>(args, row, lane);
   }
 }
 
@@ -168,7 +221,7 @@ __device__ __forceinline__ RowInputs int4_row_inputs(const RowInputsArgs& args, 
 
 // One thread per row.
 __device__ __forceinline__ void write_int4_row_inputs(const RowInputsArgs& args, int row) {
-  if (row < args.n) args.rows[row] = int4_row_inputs(args, row);
+  if (row < args.n && !is_unused(args, row)) args.rows[row] = int4_row_inputs(args, row);
 }
 
 }  // namespace jax_w4a4::sm90

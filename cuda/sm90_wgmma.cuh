@@ -64,6 +64,7 @@ struct Wgmma;
 #define W4A4_S10(t) W4A4_S4_0(t) "," W4A4_S4_4(t) "," W4A4_S2_8(t)
 #define W4A4_S2_0(t) "%" #t "0,%" #t "1"
 #define W4A4_S10_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
+#define W4A4_S8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define W4A4_S20 W4A4_S10_0 "," W4A4_S10(1)
 #define W4A4_S30 W4A4_S20 "," W4A4_S10(2)
 #define W4A4_S40 W4A4_S30 "," W4A4_S10(3)

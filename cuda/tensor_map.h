@@ -1,4 +1,4 @@
-// Two-dimensional tensor maps for the copy engine, encoded on the host at every
+// Tensor maps of matrices for the copy engine, encoded on the host at every
 // launch (a map holds the address, which XLA changes between calls).
 #ifndef JAX_W4A4_CUDA_TENSOR_MAP_H_
 #define JAX_W4A4_CUDA_TENSOR_MAP_H_
@@ -31,6 +31,7 @@ struct Matrix {
   int64_t rows, columns;
   CUtensorMapDataType type;
   int element_bytes;
+  int64_t batch = 0;  // matrices one behind the other, a third dimension; 0: none
 };
 
 // Encodes maps until one is refused; `refused` then names it.
@@ -41,15 +42,18 @@ class TensorMaps {
               int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
     if (refused_ != nullptr) return;
     const auto encoder = TensorMapEncoder();
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.columns),
-                                 static_cast<cuuint64_t>(matrix.rows)};
-    const cuuint64_t pitch[1] = {
-        static_cast<cuuint64_t>(matrix.columns * matrix.element_bytes)};
-    const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns),
-                               static_cast<cuuint32_t>(box_rows)};
-    const cuuint32_t steps[2] = {1, 1};
+    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns),
+                                 static_cast<cuuint64_t>(matrix.rows),
+                                 static_cast<cuuint64_t>(matrix.batch)};
+    const int64_t row = matrix.columns * matrix.element_bytes;
+    const cuuint64_t pitch[2] = {static_cast<cuuint64_t>(row),
+                                 static_cast<cuuint64_t>(row * matrix.rows)};
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns),
+                               static_cast<cuuint32_t>(box_rows), 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    const cuuint32_t rank = matrix.batch > 0 ? 3 : 2;
     if (encoder == nullptr ||
-        encoder(map, matrix.type, 2, const_cast<void*>(matrix.data), sizes,
+        encoder(map, matrix.type, rank, const_cast<void*>(matrix.data), sizes,
                 pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {

@@ -71,7 +71,9 @@ class CTA:
         self.mbarriers: dict[int, Any] = {}
         self.barriers: dict[int, NamedBarrier] = {}
         self.wgmma_queues: dict[int, Any] = {}
-        self.launch_registers = min(255, REGISTER_FILE // machine.threads // 8 * 8)
+        # What ptxas may use where so many CTAs are to share an SM.
+        ctas = max(1, int(machine.code.kernel.directives.get("minnctapersm") or 1))
+        self.launch_registers = min(255, REGISTER_FILE // (ctas * machine.threads) // 8 * 8)
         self.free_registers = 0
         self.exited = False
         self.tmem: Any = None

@@ -212,6 +212,8 @@ class WeightRows(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("scale_dtype", ctypes.c_int),
+        ("groups", ctypes.c_int64),
+        ("bounds", ctypes.c_void_p),
     ]
 
 
@@ -337,6 +339,8 @@ def run(
             ctypes.byref(weight),
             block,
             found.tile_m,
+            None,
+            None,
         )
     else:
         driver.call(
@@ -384,7 +388,7 @@ def run(
             case.k_pad, case.rank, found.main_stages, found.group_m,
             attrs["promote_k"] if case.promote_k is None else case.promote_k,
             block, DTYPES.index(case.scales),
-            (ctypes.c_int * 7)(*(attrs[name] for name in order)), 1, case.clusters,
+            (ctypes.c_int * 7)(*(attrs[name] for name in order)), 1, case.clusters, long(0), None,
         )  # fmt: skip
 
     def bits(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -428,7 +432,7 @@ def _down(
         "emulator_down_v2", pointer(address("x")), pointer(address("lora_down")),
         pointer(made.base), ctypes.c_int64(case.m), case.k, case.rank, cluster,
         attrs["down_stages"], attrs["off_down_barriers"], attrs["down_smem_bytes"],
-        case.clusters,
+        case.clusters, 0, None,
     )  # fmt: skip
     return made
 

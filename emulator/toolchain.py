@@ -47,6 +47,12 @@ DECODE_INSTANCES = (
     *(("Mxfp4", tile) for tile in (16, 32, 64)),
 )
 
+# The same of the grouped kernel.
+GROUPED_INSTANCES = tuple(
+    (path.name, tile) for path in plan.budget.V2_PATHS.values() if path.grouped_tiles
+    for tile in (16, 64)
+)  # fmt: skip
+
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
 
@@ -132,6 +138,10 @@ def gemm_v2_name(path: str, tile_m: int) -> str:
     return f"sm90_gemm_v2_{path}_{tile_m}.cu"
 
 
+def grouped_name(path: str, tile_m: int) -> str:
+    return f"sm90_grouped_{path}_{tile_m}.cu"
+
+
 def decode_name(path: str, tile_m: int) -> str:
     return f"sm90_decode_{path}_{tile_m}.cu"
 
@@ -149,7 +159,7 @@ def source_text(name: str) -> str:
     path = CUDA / name
     if path.exists():
         return path.read_text()
-    for kind in ("gemm_v2", "decode_quantize", "decode", "quantize_v2"):
+    for kind in ("gemm_v2", "grouped", "decode_quantize", "decode", "quantize_v2"):
         start = f"sm90_{kind}_"
         if name.startswith(start):
             template = (CUDA / f"{start}instance.cu.in").read_text()
@@ -173,11 +183,12 @@ def _host_sources(family: str) -> list[str]:
         return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
     names = [f"sm90_{n}.cu" for n in (
         "gemm_v1", "gemm_v2", "decode", "decode_quantize", "down_v2", "quantize_v2",
-        "quantize_public", "repack_v2",
+        "quantize_public", "repack_v2", "grouped",
     )]  # fmt: skip
     names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
     names += [decode_name(path, tile) for path, tile in DECODE_INSTANCES]
     names += [decode_quantize_name(path) for path in plan.budget.DECODE_PATHS]
+    names += [grouped_name(path, tile) for path, tile in GROUPED_INSTANCES]
     return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
 
 
@@ -196,7 +207,9 @@ def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), INSTANCES, DECODE_INSTANCES)
+    key = _key(
+        _sources_digest(CUDA), _sources_digest(HOST), INSTANCES, DECODE_INSTANCES, GROUPED_INSTANCES
+    )
     out = cache_dir() / f"host-{family}-{key}"
     if out.exists():
         return out / "host.so", out
@@ -213,6 +226,8 @@ def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
         done.mkdir()
         for kind, instances in (("gemm_v2", INSTANCES), ("decode", DECODE_INSTANCES)):
             text = f"#define W4A4_{kind.upper()}_KERNELS {listed(instances)}\n"
+            if kind == "gemm_v2":
+                text += f"#define W4A4_GROUPED_KERNELS {listed(GROUPED_INSTANCES)}\n"
             (folder / f"sm90_{kind}_kernels.h").write_text(text)
         names = _host_sources(family)
         for source in names:

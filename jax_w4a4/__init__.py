@@ -9,6 +9,7 @@ call will launch and why. See docs/numerics.md for every rounding point.
 
 from jax_w4a4._ffi import build_info, has_cuda
 from jax_w4a4.explain import Explanation, explain
+from jax_w4a4.grouped import grouped_matmul
 from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.primitives import DISABLE_JAX_EXPORT_CHECKS, FallbackWarning
 from jax_w4a4.quantize import quantization_error, quantize
@@ -25,6 +26,7 @@ __all__ = [
     "Weight",
     "build_info",
     "explain",
+    "grouped_matmul",
     "has_cuda",
     "matmul",
     "quantization_error",

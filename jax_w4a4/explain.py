@@ -36,7 +36,8 @@ class Call:
     """One distinct call of the operator in the explained function.
 
     Attributes:
-      kind: ``"matmul"`` (quantizer and gemm), ``"gemm"`` or ``"quantize"``.
+      kind: ``"matmul"`` (quantizer and gemm), ``"gemm"``, ``"quantize"`` or ``"grouped"`` (matmul
+        with a weight for each group of rows).
       count: how often it runs, None where the compiler hides it; the most it can run where
         ``conditional``.
       implementation: what the call asked for: None, ``"cuda"`` or ``"xla"``.
@@ -66,8 +67,7 @@ class Call:
         """Tiles and waves of the gemm."""
         if self.plan is None or self.kind == "quantize":
             return None
-        p = self.plan
-        return planner.schedule(self.m, self.problem.n, p.tile_m, p.tile_n, p.cluster, self.target)
+        return planner.schedule_of(self.plan, self.target)
 
     @property
     def gemm(self) -> Launch | None:
@@ -152,8 +152,9 @@ def explain(
     ``explain((M, K, N), rank=128, format="nvfp4", target="sm_100")`` needs no function, no GPU
     and no JAX. Options: ``rank`` (0), ``format`` ("nvfp4"), ``block_size`` (the format's; None
     for whole-row int4), ``dtype`` ("bfloat16", of x), ``out_dtype`` (that of x), ``lora_dtype``
-    ("bfloat16"), ``scale_dtype`` (the format's), ``precision`` (None), ``kernel``, and anything
-    :func:`jax_w4a4.plan.solve` lets one force.
+    ("bfloat16"), ``scale_dtype`` (the format's), ``precision`` (None), ``groups`` (0: one weight;
+    else weights of a grouped product), ``kernel``, and anything :func:`jax_w4a4.plan.solve` lets
+    one force.
 
     Args:
       f: a callable or three integers M, K, N.
@@ -215,6 +216,7 @@ def _explain_shape(
     lora_dtype: str = "bfloat16",
     scale_dtype: str | None = None,
     precision: str | None = None,
+    groups: int = 0,
     kernel: str | None = None,
     **forced: int,
 ) -> Explanation:
@@ -256,11 +258,13 @@ def _explain_shape(
         scale_dtype=scale_dtype,
         k=k,
         precision=precision,
+        groups=groups,
     )
     if target is None:
         target = targets.current()
     solved = planning.solve(problem, target, kernel=kernel, **forced)
-    return Explanation((Call("matmul", 1, None, problem, target, solved),))
+    kind = "grouped" if groups else "matmul"
+    return Explanation((Call(kind, 1, None, problem, target, solved),))
 
 
 def _dtype(name: str, given: Any, allowed: tuple[str, ...]) -> str:
@@ -413,11 +417,15 @@ def _problem_of(kind: str, eqn: Any) -> Problem:
     spec = eqn.params["spec"]
     avals = [var.aval for var in eqn.invars]
     m = avals[0].shape[0]
+    if kind == "grouped":
+        groups, n, rank = avals[5].shape[0], avals[5].shape[1], avals[4].shape[2]
+    else:
+        groups, n, rank = 0, 0 if kind == "quantize" else avals[4].shape[0], avals[3].shape[1]
     return Problem(
         m=m if isinstance(m, int) else None,
-        n=0 if kind == "quantize" else avals[4].shape[0],
+        n=n,
         k_pad=spec.k_pad,
-        rank=avals[3].shape[1],
+        rank=rank,
         format=spec.format,
         block_size=spec.block_size,
         x_dtype=spec.out_dtype if kind == "gemm" else avals[0].dtype.name,
@@ -427,6 +435,7 @@ def _problem_of(kind: str, eqn: Any) -> Problem:
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
         precision=spec.precision,
+        groups=groups,
     )
 
 
@@ -480,7 +489,11 @@ def _shard_of(part: Problem, whole: Problem) -> bool:
         and (part.m is None or whole.m is None or part.m <= whole.m)
         and all(
             small == large or (0 < small < large and large % small == 0)
-            for small, large in ((part.n, whole.n), (part.k_pad, whole.k_pad))
+            for small, large in (
+                (part.n, whole.n),
+                (part.k_pad, whole.k_pad),
+                (part.groups, whole.groups),
+            )  # fmt: skip
         )
     )
 
@@ -518,6 +531,7 @@ def _call_lines(call: Call) -> list[str]:
     m = f"M (symbolic, figures for {call.m})" if p.m is None else str(p.m)
     k = p.k_pad if p.k is None else p.k
     shape = f"{m} x {k}" if call.kind == "quantize" else f"{m} x {k} x {p.n}"
+    groups = f", {p.groups} groups" if p.groups else ""
     padded = "" if k == p.k_pad else f", K padded to {p.k_pad} in all figures"
     block = "whole-row scales" if p.block_size == p.k_pad else f"block {p.block_size}"
     if call.count is None:
@@ -527,8 +541,8 @@ def _call_lines(call: Call) -> list[str]:
     else:
         times = "" if call.count == 1 else f", {call.count}x"
     lines = [
-        f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}){padded}, "
-        f"{p.format} {block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
+        f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}){groups}"
+        f"{padded}, {p.format} {block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
         f"{f', precision {p.precision}' if p.precision else ''}{times}",
         f"{call.target.name} ({call.target.chip}): {call.status}",
     ]
@@ -539,7 +553,7 @@ def _call_lines(call: Call) -> list[str]:
         lines += [f"  - {reason}" for reason in (*call.plan.reasons, *_activation_reason(call))]
     lines.append("")
     if call.schedule is not None:
-        lines.append(_wave_line(call.schedule, call.plan.cluster))
+        lines.append(_wave_line(call.schedule, call.plan))
     if call.quantizer is not None:
         lines += _launch_lines(_quantizer_title(call.plan), call.quantizer, call.target)
     if call.gemm is not None:
@@ -583,6 +597,7 @@ def _quantizer_title(plan: Plan) -> str:
 
 def _account_lines(plan: Plan, target: Target) -> list[str]:
     design: Design = budget.DESIGNS[plan.kernel]
+    capacity = design.capacity(target, plan.tile_m)
     group = "one CTA" if plan.cluster == 1 else f"{plan.cluster} CTAs"
     lora = "none" if plan.problem.rank == 0 else str(plan.lora_stages or "in the main ring")
     lines = [
@@ -622,8 +637,9 @@ def _account_lines(plan: Plan, target: Target) -> list[str]:
     lines += table(head, body, right={2, 3, 4, 5})
     over = [row.name for row in plan.rows if not row.overlaps_main and row.stages]
     lines.append(
-        f"shared memory {plan.smem_bytes} of {target.smem_bytes} B "
-        f"({100 * plan.smem_bytes / target.smem_bytes:.1f} %) per CTA"
+        f"shared memory {plan.smem_bytes} of {capacity} B "
+        f"({100 * plan.smem_bytes / capacity:.1f} %) per CTA"
+        f"{', two of which share an SM' if design.ctas_per_sm(plan.tile_m) == 2 else ''}"
         + (f"; {' and '.join(over)} lie over the main stages" if over else "")
     )
     if target.multicast and not target.halved:
@@ -648,13 +664,15 @@ def table(head: tuple[str, ...], body: Sequence[tuple[str, ...]], right: set[int
     return [line(head), "-" * len(line(head)), *(line(cells) for cells in body)]
 
 
-def _wave_line(s: Schedule, cluster: int) -> str:
-    group = "CTAs" if cluster == 1 else "CTA pairs"
+def _wave_line(s: Schedule, plan: Plan) -> str:
+    group = "CTAs" if plan.cluster == 1 else "CTA pairs"
+    ctas = budget.DESIGNS[plan.kernel].ctas_per_sm(plan.tile_m)
+    per_sm = "one CTA" if ctas == 1 else f"{ctas} CTAs"
     if not s.tiles:
         return "waves: no tiles"
     waves = f"{s.waves} wave{'' if s.waves == 1 else 's'}"
     return (
-        f"waves: {s.tiles_m} x {s.tiles_n} = {s.tiles} tiles on {s.groups} {group} (one CTA per "
+        f"waves: {s.tiles_m} x {s.tiles_n} = {s.tiles} tiles on {s.groups} {group} ({per_sm} per "
         f"SM) = {waves}, last {100 * s.last_fill:.0f} % full, {100 * s.fill:.0f} % overall"
     )
 

@@ -443,3 +443,20 @@ def dequantize_blocks(
     values = decode_codes(unpack(packed), format, unsigned)
     blocks = values.reshape(*values.shape[:-1], values.shape[-1] // block_size, block_size)
     return (blocks * decode_scale(scales)[..., None]).reshape(values.shape)
+
+
+def vary_alike(tree: Any) -> Any:
+    """Inside a shard_map: marks every array as varying over the axes that any of them varies over.
+
+    JAX then sums the gradients of replicated operands over those axes.
+    """
+    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)]
+    axes = frozenset().union(*varying)
+    if all(v == axes for v in varying):
+        return tree
+
+    def mark(leaf: Array) -> Array:
+        missing = axes - jax.typeof(leaf).manual_axis_type.varying
+        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)

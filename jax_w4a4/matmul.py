@@ -21,12 +21,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jax_w4a4 import plan, sharding
-from jax_w4a4.formats import FLOAT_DTYPES, PRECISIONS, dtype_name, reciprocal, to_f32
+from jax_w4a4.formats import FLOAT_DTYPES, PRECISIONS, dtype_name, reciprocal, to_f32, vary_alike
 from jax_w4a4.primitives import (
     IMPLEMENTATIONS,
     KERNELS,
     Call,
     QuantizeCall,
+    has_grouped_plan,
     short,
     warn_once,
 )
@@ -97,8 +98,9 @@ def matmul(
     else:
         x = _check_x(x, w, "matmul")
         default = x.dtype.name
-    out_dtype = _out_dtype(preferred_element_type, default)
-    call = Call(out_dtype, *_requested(implementation, "matmul"), precision=_precision(precision))
+    out_dtype = _out_dtype(preferred_element_type, default, "matmul")
+    requested = _requested(implementation, "matmul")
+    call = Call(out_dtype, *requested, precision=_precision(precision, "matmul"))
     return w4a4_matmul(call, x, w)
 
 
@@ -211,16 +213,16 @@ def _check_activation(x: Activation, w: Weight) -> None:
         )
 
 
-def _out_dtype(preferred: Any, default: str) -> str:
+def _out_dtype(preferred: Any, default: str, who: str) -> str:
     if preferred is None:
         return default
-    return dtype_name(preferred, FLOAT_DTYPES, "jax_w4a4.matmul: preferred_element_type")
+    return dtype_name(preferred, FLOAT_DTYPES, f"jax_w4a4.{who}: preferred_element_type")
 
 
-def _precision(precision: Any) -> str | None:
+def _precision(precision: Any, who: str) -> str | None:
     if not (precision is None or (isinstance(precision, str) and precision in PRECISIONS)):
         raise ValueError(
-            f"jax_w4a4.matmul: precision={precision!r}; expected None, 'fastest' or 'highest'"
+            f"jax_w4a4.{who}: precision={precision!r}; expected None, 'fastest' or 'highest'"
         )
     return precision
 
@@ -266,31 +268,14 @@ def w4a4_quantize(call: QuantizeCall, *operands: Any) -> tuple[Array, Array, Arr
     return sharding.quantize_explicit(_quantize_straight_through, call, *operands)
 
 
-def _vary_alike(tree: Any) -> Any:
-    """Inside a shard_map: marks every array as varying over the axes that any of them varies over.
-
-    JAX then sums the gradients of replicated operands over those axes.
-    """
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)]
-    axes = frozenset().union(*varying)
-    if all(v == axes for v in varying):
-        return tree
-
-    def mark(leaf: Array) -> Array:
-        missing = axes - jax.typeof(leaf).manual_axis_type.varying
-        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
-
-
 def _matmul_straight_through(call: Call, x: Any, w: Weight) -> Array:
-    return _matmul_vjp(call, *_vary_alike((x, w)))
+    return _matmul_vjp(call, *vary_alike((x, w)))
 
 
 def _quantize_straight_through(
     call: QuantizeCall, *operands: Any
 ) -> tuple[Array, Array, Array | None]:
-    return _quantize_vjp(call, *_vary_alike(operands))
+    return _quantize_vjp(call, *vary_alike(operands))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -460,7 +445,12 @@ def _matmul_batch(
 ) -> tuple[Array, bool]:
     _, x_batched, w_batched = batched
     scalar_batched = isinstance(x, Activation) and _any(x_batched.global_scale)
-    if _any(w_batched) or scalar_batched:
+    grouped = not isinstance(x, Activation) and w_batched.packed and w_batched.scales
+    if grouped and has_grouped_plan(call, axis_size, x[0] if x_batched else x, w):
+        y = _batched_vmap(
+            call, _batch_all(axis_size, x, x_batched), _batch_all(axis_size, w, w_batched)
+        )
+    elif _any(w_batched) or scalar_batched:
         y = _map_batched(functools.partial(_matmul_vmap, call), (x, w), (x_batched, w_batched))
     else:
         # The batch is one more leading dimension of x.
@@ -479,6 +469,30 @@ def _batch_all(axis_size: int, tree: Any, batched: Any) -> Any:
         tree,
         batched,
     )
+
+
+@custom_vmap
+def _batched_vmap(call: Call, x: Array, w: Weight) -> Array:
+    """x (G, ..., K) times a stacked weight (G, N, K) as one grouped product."""
+    return sharding.batched_dispatch(call, x, w)
+
+
+@_batched_vmap.def_vmap
+def _batched_batch(
+    axis_size: int, batched: Any, call: Call, x: Array, w: Weight
+) -> tuple[Array, bool]:
+    _, x_batched, w_batched = batched
+    if not _any(w_batched):
+        # The batch is one more leading dimension of x.
+        return jnp.moveaxis(_batched_vmap(call, jnp.moveaxis(x, 0, 1), w), 1, 0), True
+    if not w_batched.packed:
+        f = functools.partial(_batched_vmap, call)
+        return _map_batched(f, (x, w), (x_batched, w_batched)), True
+    # Both batches are one.
+    whole = _batch_all(axis_size, (x, w), (x_batched, w_batched))
+    x, w = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), whole)
+    y = _batched_vmap(call, x, w)
+    return y.reshape(axis_size, -1, *y.shape[1:]), True
 
 
 @custom_vmap

@@ -1,10 +1,12 @@
-"""The operator as three JAX primitives, and how each is compiled.
+"""The operator as four JAX primitives, and how each is compiled.
 
 `jax_w4a4_matmul` is the whole call from float x (one FFI handler launches quantizer and gemm),
 `jax_w4a4_quantize` and `jax_w4a4_gemm` are its halves for an activation that several weights share.
-Operands are two-dimensional, in the order of the functions in `reference.py`; an absent operand has
-zero size. Parameters: `spec` (formats.Spec), `plan` (plan.Plan, or None where no plan exists) and
-`implementation` (None, "cuda", "xla").
+`jax_w4a4_grouped` is the whole call where groups of rows have weights of their own. Operands are
+two-dimensional (those of the weights of `jax_w4a4_grouped` have a group axis in front), in the
+order of the functions in `reference.py`; an absent operand has zero size. Parameters: `spec`
+(formats.Spec), `plan` (plan.Plan, or None where no plan exists) and `implementation` (None, "cuda",
+"xla").
 
 Lowered for CUDA a primitive is one FFI call that carries the plan; everywhere else it is the
 `jnp` reference, so it runs, exports and shards on any backend. `choose_lowering` decides.
@@ -35,6 +37,7 @@ FFI_TARGETS = {
     "jax_w4a4_quantize": "jax_w4a4.quantize.v3",
     "jax_w4a4_gemm": "jax_w4a4.gemm.v3",
     "jax_w4a4_matmul": "jax_w4a4.matmul.v3",
+    "jax_w4a4_grouped": "jax_w4a4.grouped.v1",
 }
 
 DISABLE_JAX_EXPORT_CHECKS = tuple(
@@ -266,6 +269,22 @@ def _matmul_abstract(x, smooth, x_gs, lora_down, *weight, spec: Spec, plan, **_)
     return [y, *_workspace_avals(x, plan, "matmul")]
 
 
+def _grouped_abstract(x, bounds, *weight, spec: Spec, plan, **_):
+    who = "grouped_matmul"
+    groups = bounds.shape[0] - 1
+    if bounds.ndim != 1 or groups < 1 or bounds.dtype.name != "int32":
+        raise ValueError(f"jax_w4a4.{who}: bounds is {short(bounds)}; expected int32 [G + 1]")
+    for aval in weight:
+        if aval.ndim < 2 or aval.shape[0] != groups:
+            raise ValueError(f"jax_w4a4.{who}: operand {short(aval)} of {groups} groups")
+    smooth, x_gs, lora_down, *gemm = (
+        jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype) for aval in weight
+    )
+    xp, xs, lora_act = _quantize_avals(who, spec, x, smooth, x_gs, lora_down)
+    (y,) = _gemm_avals(who, spec, xp, xs, x_gs, lora_act, *gemm)
+    return [y] if plan is None else [y, *_workspace_avals(x, plan, "grouped")]
+
+
 # ------------------------------------------------------------------------------------------------
 # Lowering
 # ------------------------------------------------------------------------------------------------
@@ -344,6 +363,12 @@ gemm_p = _define(
     "jax_w4a4_gemm", "matmul", _gemm_abstract, lambda *ops: (reference.gemm_ref(*ops),)
 )
 matmul_p = _define("jax_w4a4_matmul", "matmul", _matmul_abstract, reference.matmul_ref)
+grouped_p = _define(
+    "jax_w4a4_grouped",
+    "grouped_matmul",
+    _grouped_abstract,
+    lambda *ops: (reference.grouped_matmul_ref(*ops[:-1], spec=ops[-1]),),
+)
 
 _ffi.register()
 
@@ -409,7 +434,7 @@ class QuantizeCall:
         return dataclasses.replace(self, **changes)
 
 
-def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Problem:
+def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str, groups: int = 0) -> plan.Problem:
     return plan.Problem(
         m=m if isinstance(m, int) else None,  # a symbolic dimension of jax.export
         n=n,
@@ -424,6 +449,7 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str) -> plan.Proble
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
         precision=spec.precision,
+        groups=groups,
     )
 
 
@@ -441,12 +467,14 @@ def _solve(call: Call | QuantizeCall, problem: plan.Problem) -> plan.Plan | None
 
 
 def _why_no_plan(prim: Primitive, spec: Spec, avals: Sequence[Any]) -> str:
-    x = avals[0]
+    x, groups = avals[0], 0
     n = 0 if prim is quantize_p else avals[4].shape[0]
     rank = avals[3].shape[1]
+    if prim is grouped_p:
+        groups, n, rank = avals[1].shape[0] - 1, avals[5].shape[1], avals[4].shape[2]
     x_dtype = x.dtype.name if x.dtype.name in FLOAT_DTYPES else spec.out_dtype
     try:
-        plan.solve(_problem(spec, x.shape[0], n, rank, x_dtype), plan.targets.current())
+        plan.solve(_problem(spec, x.shape[0], n, rank, x_dtype, groups), plan.targets.current())
     except (NotImplementedError, ValueError) as error:
         return str(error)
     return "no launch plan was made for it"
@@ -529,3 +557,74 @@ def quantize_local(
     )
     out = [v.reshape(*lead, v.shape[-1]) for v in (packed, scales, lora_act)]
     return out[0], out[1], None if lora_down is None else out[2]
+
+
+def _grouped_problem(call: Call, m: Any, x_dtype: str, w: Weight) -> plan.Problem:
+    """The problem of a stacked weight."""
+    spec = w.spec(call.out_dtype).replace(precision=call.precision)
+    return _problem(spec, m, w.shape[1], w.rank, x_dtype, groups=w.shape[0])
+
+
+def grouped_local(call: Call, x: Array, bounds: Array, w: Weight) -> Array:
+    """One device's grouped product: rows [bounds[g], bounds[g + 1]) of x with the weight g.
+
+    Args:
+      x: (M, K).
+      bounds: (G + 1,) int32, not decreasing, from 0 to M.
+      w: stacked weight (G, N, K).
+    """
+    problem = _grouped_problem(call, x.shape[0], x.dtype.name, w)
+    groups, n, _ = w.shape
+    if groups == 0:
+        return jnp.zeros((x.shape[0], n), call.out_dtype)
+    spec = w.spec(call.out_dtype).replace(precision=call.precision)
+
+    def vector(v: Array | None) -> Array:
+        return jnp.zeros((groups, 0), jnp.float32) if v is None else v.reshape(groups, -1)
+
+    def matrix(v: Array | None, rows: int) -> Array:
+        return jnp.zeros((groups, rows, 0), spec.lora_dtype) if v is None else v
+
+    y, *_ = grouped_p.bind(
+        x,
+        bounds,
+        vector(w.smooth),
+        vector(w.act_global_scale),
+        matrix(w.lora_down, w.k),
+        w.packed,
+        w.scales,
+        vector(w.global_scale),
+        matrix(w.lora_up, n),
+        vector(w.channel_scale),
+        vector(w.bias),
+        spec=spec,
+        plan=_solve(call, problem),
+        implementation=call.implementation,
+    )
+    return y
+
+
+def batched_local(call: Call, x: Array, w: Weight) -> Array:
+    """One device's products of x (G, ..., K) with a stacked weight (G, N, K): one grouped call."""
+    groups, *lead, k = x.shape
+    rows = math.prod(lead)
+    bounds = jnp.arange(groups + 1, dtype=jnp.int32) * rows
+    y = grouped_local(call, x.reshape(groups * rows, k), bounds, w)
+    return y.reshape(groups, *lead, y.shape[-1])
+
+
+def has_grouped_plan(call: Call, groups: int, x: Any, w: Weight) -> bool:
+    """Whether there is a plan for `batched_local` on the chosen target.
+
+    Args:
+      x: what each of the groups multiplies, or an array like it.
+      w: stacked weight.
+    """
+    if call.target is None or call.kernel is not None or call.implementation == "xla":
+        return False
+    m = groups * math.prod(x.shape[:-1])
+    try:
+        plan.solve(_grouped_problem(call, m, x.dtype.name, w), call.target)
+    except (NotImplementedError, ValueError):
+        return False
+    return True

@@ -2,8 +2,9 @@
 
 All functions take two-dimensional operands and mark an absent one by a zero size: smooth (0,),
 global scales (0,) (present: (1,)), lora_down (K, 0), lora_act (M, 0), lora_up (N, 0),
-channel_scale (0,), bias (0,). They trace under `jit` with concrete or symbolic M and hold no
-constants larger than a scalar, so they serve as lowering rules.
+channel_scale (0,), bias (0,). `grouped_matmul_ref` has a leading group axis on all of them but x.
+They trace under `jit` with concrete or symbolic M and hold no constants larger than a scalar, so
+they serve as lowering rules.
 
     xs    = x * (1 / smooth)
     q(v)  = block quantization of v = xs * (1 / act_global_scale)
@@ -157,3 +158,48 @@ def matmul_ref(
         spec,
     )
     return y, x_packed, x_scales, lora_act
+
+
+def grouped_matmul_ref(x: Array, bounds: Array, *weights: Array, spec: Spec) -> Array:
+    """`matmul_ref` of the rows [bounds[g], bounds[g + 1]) with the weight of group g.
+
+    Rows are taken a tile at a time, so the work follows the rows and groups that are there.
+
+    Args:
+      x: (M, K) float32, bfloat16 or float16.
+      bounds: (G + 1,) int32, not decreasing, from 0 to M.
+      *weights: operands of `matmul_ref` after x, each with a leading axis G.
+      spec: static description of the call.
+
+    Returns:
+      (M, N) of spec.out_dtype; rows of no group are zeros.
+    """
+    m, n, groups = x.shape[0], weights[3].shape[1], bounds.shape[0] - 1
+    tile = reference_tile(m, groups)
+    sizes = bounds[1:] - bounds[:-1]
+    ends = jnp.cumsum((sizes + (tile - 1)) // tile, dtype=jnp.int32)  # in tiles
+    # A tile may begin at any row: one more of them behind, never read or stored as such.
+    x = jnp.concatenate([x, jnp.zeros((tile, x.shape[1]), x.dtype)])
+
+    y = jnp.zeros((m + tile, n), spec.out_dtype)
+    ends, bounds, sizes, x, y, *weights = formats.vary_alike((ends, bounds, sizes, x, y, *weights))
+
+    def one_tile(index: Array, y: Array) -> Array:
+        group = jnp.searchsorted(ends, index, side="right")
+        before = ends[group] - (sizes[group] + (tile - 1)) // tile
+        first = bounds[group] + (index - before) * tile
+        rows = lax.dynamic_slice_in_dim(x, first, tile)
+        got = matmul_ref(rows, *(w[group] for w in weights), spec)[0]
+        inside = jnp.arange(tile, dtype=jnp.int32) < bounds[group + 1] - first
+        old = lax.dynamic_slice_in_dim(y, first, tile)
+        new = jnp.where(inside[:, None], got, old)
+        return lax.dynamic_update_slice_in_dim(y, new, first, 0)
+
+    return lax.fori_loop(0, ends[-1], one_tile, y)[:m]
+
+
+def reference_tile(m: int, groups: int) -> int:
+    """Rows that `grouped_matmul_ref` takes at a time: about those of a group."""
+    if not isinstance(m, int):
+        return 128  # a symbolic dimension of jax.export
+    return min(128, max(8, 1 << max(0, -(-m // max(1, groups)) - 1).bit_length()))

@@ -5,6 +5,11 @@ operand names the factor of each of its dimensions, so that one table yields the
 meshes, the operand shardings for the partitioner and the specs of `jax.shard_map`. The K/2 bytes
 and K/block scales of K values share the factor k although their sizes differ.
 
+Stacked weights have a factor e in front: the experts. In a batched product (`jax.vmap` over the
+weight) x and y have it too. In a grouped product, whose rows are sorted by expert, y does not: a
+device with some of the experts leaves the other rows zero, and one all-reduce adds them up; a
+device with some of the rows cuts the group sizes to them and needs nothing else.
+
 Sharded b or n needs no communication. Sharded k needs one all-reduce of fp32 partial sums: global
 scales, channel scale and low-rank branch are linear in the partial sum and applied before it, the
 bias is added once after it. Plans are solved for the shapes of one device.
@@ -25,7 +30,15 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_w4a4.primitives import Call, QuantizeCall, matmul_local, quantize_local, warn_once
+from jax_w4a4.primitives import (
+    Call,
+    QuantizeCall,
+    batched_local,
+    grouped_local,
+    matmul_local,
+    quantize_local,
+    warn_once,
+)
 from jax_w4a4.weight import Activation, Weight
 
 Array = jax.Array
@@ -37,9 +50,12 @@ Axes = dict[str, tuple[str, ...]]  # factor -> the mesh axes that shard it
 # ------------------------------------------------------------------------------------------------
 
 
-def _lead(x: Any) -> str:
-    """Factors of the leading dimensions of x, as a prefix."""
-    return "".join(f"b{i} " for i in range(len(x.shape) - 1))
+def _lead(x: Any, stacked: bool = False) -> str:
+    """Factors of the leading dimensions of x, as a prefix; `stacked`: the first is the experts'."""
+    factors = [f"b{i} " for i in range(len(x.shape) - 1)]
+    if stacked:
+        factors[0] = "e "
+    return "".join(factors)
 
 
 def _scale_factor(scales: Any) -> str:
@@ -54,9 +70,9 @@ def _name(tree: Any, **factors: str) -> Any:
     )
 
 
-def _x_factors(x: Any) -> Any:
+def _x_factors(x: Any, stacked: bool = False) -> Any:
     """x with each leaf replaced by the factors of its dimensions, a string such as "b0 b1 k"."""
-    lead = _lead(x)
+    lead = _lead(x, stacked)
     if not isinstance(x, Activation):
         return lead + "k"
     return _name(
@@ -68,24 +84,35 @@ def _x_factors(x: Any) -> Any:
     )
 
 
+def _is_stacked(w: Weight) -> bool:
+    return w.ndim > 2
+
+
 def _w_factors(w: Weight) -> Weight:
+    e = "e " if _is_stacked(w) else ""
     return _name(
         w,
-        packed="n k",
-        scales="n " + _scale_factor(w.scales),
-        global_scale="",
-        act_global_scale="",
-        smooth="k",
-        lora_down="k r",
-        lora_up="n r",
-        channel_scale="n",
-        bias="n",
+        packed=e + "n k",
+        scales=e + "n " + _scale_factor(w.scales),
+        global_scale=e.strip(),
+        act_global_scale=e.strip(),
+        smooth=e + "k",
+        lora_down=e + "k r",
+        lora_up=e + "n r",
+        channel_scale=e + "n",
+        bias=e + "n",
     )
 
 
 def _matmul_factors(x: Any, w: Weight) -> tuple[Any, str]:
-    """Factors of (x, w) and of y."""
-    return (_x_factors(x), _w_factors(w)), _lead(x) + "n"
+    """Factors of (x, w) and of y, for one weight or for a batch of weights."""
+    stacked = _is_stacked(w)
+    return (_x_factors(x, stacked), _w_factors(w)), _lead(x, stacked) + "n"
+
+
+def _grouped_factors(x: Any, bounds: Any, w: Weight) -> tuple[Any, str]:
+    """Factors of (x, bounds, w) and of y."""
+    return (_x_factors(x), "bound", _w_factors(w)), "b0 n"
 
 
 def _quantize_factors(
@@ -113,7 +140,7 @@ def _rule(operands: Any, results: Any) -> tuple[str, tuple[tuple[str, tuple[str,
     made = {factor for leaf in outs for factor in leaf.split()}
     # In order of appearance, which Shardy demands of its lists of factors.
     used = dict.fromkeys(factor for leaf in ins + outs for factor in leaf.split())
-    whole = tuple(factor for factor in used if factor in ("r", "row"))
+    whole = tuple(factor for factor in used if factor in ("r", "row", "bound"))
     summed = tuple(factor for factor in used if factor not in made and factor not in whole)
     kinds = (("reduction_factors", summed), ("need_replication_factors", whole))
     return f"{', '.join(ins)} -> {', '.join(outs)}", tuple(kind for kind in kinds if kind[1])
@@ -135,7 +162,7 @@ def _axes_of(spec: P, factors: str) -> Axes:
 
 
 def _say(factor: str) -> str:
-    return {"n": "N", "k": "K"}.get(factor, f"dimension {factor[1:]} of x")
+    return {"e": "the experts", "n": "N", "k": "K"}.get(factor, f"dimension {factor[1:]} of x")
 
 
 def _why_whole_k(
@@ -175,7 +202,7 @@ def _settle(
     Raises:
       ValueError: two claims on an explicit mesh.
     """
-    factors = [*(f for f in wanted if f.startswith("b")), *(f for f in "nk" if f in wanted)]
+    factors = [*(f for f in wanted if f.startswith("b")), *(f for f in "enk" if f in wanted)]
     owner: dict[str, str] = {}
     for factor in factors:
         for axis in wanted[factor]:
@@ -204,21 +231,43 @@ def _settle(
 def _matmul_axes(
     x_spec: P, w_spec: P, x: Any, w: Weight, sizes: Mapping[str, int], result: P | None
 ) -> Axes:
-    """Axes for a product, from the partition specs of x (or its codes) and of w.packed."""
-    out = _lead(x) + "n"
-    wanted = _axes_of(x_spec, _lead(x) + "k")
-    of_w = _axes_of(w_spec, "n k")
-    if result is None and wanted["k"] and of_w["k"] and wanted["k"] != of_w["k"]:
-        raise ValueError(
-            f"jax_w4a4.matmul: K is sharded over {wanted['k']} in x and over {of_w['k']} in the "
-            "weight; reshard one of them first (jax.sharding.reshard)"
-        )
-    # A whole K on one side is cut locally, without communication, to follow the other side.
-    wanted.update(n=of_w["n"], k=of_w["k"] or wanted["k"])
+    (of_x, of_w), out = _matmul_factors(x, w)
+    return _product_axes("matmul", x_spec, w_spec, _codes(of_x), of_w, out, w, sizes, result)
+
+
+def _grouped_axes(
+    x_spec: P, w_spec: P, x: Any, w: Weight, sizes: Mapping[str, int], result: P | None
+) -> Axes:
+    """Axes for a grouped product, from the partition specs of x and of w.packed."""
+    (of_x, _, of_w), out = _grouped_factors(x, None, w)
+    return _product_axes("grouped_matmul", x_spec, w_spec, of_x, of_w, out, w, sizes, result)
+
+
+def _product_axes(
+    who: str,
+    x_spec: P,
+    w_spec: P,
+    of_x: str,
+    of_w: Weight,
+    out: str,
+    w: Weight,
+    sizes: Mapping[str, int],
+    result: P | None,
+) -> Axes:
+    wanted, wanted_w = _axes_of(x_spec, of_x), _axes_of(w_spec, of_w.packed)
+    for factor in wanted.keys() & wanted_w.keys():
+        mine, other = wanted[factor], wanted_w[factor]
+        if result is None and mine and other and mine != other:
+            verb = "are" if factor == "e" else "is"
+            raise ValueError(
+                f"jax_w4a4.{who}: {_say(factor)} {verb} sharded over {mine} in x and over {other} "
+                "in the weight; reshard one of them first (jax.sharding.reshard)"
+            )
+        # What is whole on one side is cut locally, without communication, to follow the other.
+        wanted_w[factor] = other or mine
+    wanted.update(wanted_w)
     k = (w.k, w.k_pad, w.block_size or w.k_pad)
-    return _settle(
-        "matmul", wanted, sizes, k, result=None if result is None else _axes_of(result, out)
-    )
+    return _settle(who, wanted, sizes, k, result=None if result is None else _axes_of(result, out))
 
 
 def _quantize_axes(
@@ -256,8 +305,36 @@ def _matmul_share(
     part = run(call.replace(out_dtype="float32"), x, dataclasses.replace(w, k=k, bias=None))
     y = lax.psum(part, k_axes)
     if w.bias is not None:
-        y = y + lax.broadcast_in_dim(w.bias, y.shape, (y.ndim - 1,))
+        where = (0, y.ndim - 1) if _is_stacked(w) else (y.ndim - 1,)
+        y = y + lax.broadcast_in_dim(w.bias, y.shape, where)
     return y.astype(call.out_dtype)
+
+
+def _grouped_share(
+    run: Callable[[Call, Array, Array, Weight], Array],
+    call: Call,
+    axes: Axes,
+    x: Array,
+    bounds: Array,
+    w: Weight,
+) -> Array:
+    """The grouped product on one device: its rows of the groups that it has."""
+    m, groups, k = x.shape[0], w.shape[0], x.shape[1]
+    if axes["b0"]:
+        bounds = jnp.clip(bounds - lax.axis_index(axes["b0"]) * m, 0, m)
+    if axes["e"]:
+        first = lax.axis_index(axes["e"]) * groups
+        bounds = lax.dynamic_slice_in_dim(bounds, first, groups + 1)
+    summed = (*axes["e"], *axes["k"])
+    if not axes["k"]:
+        y = run(call, x, bounds, w)
+        # Zeros on all devices but one: no rounding.
+        return lax.psum(y, summed) if summed else y
+    if w.bias is not None:
+        first_k = lax.axis_index(axes["k"]) == 0
+        w = dataclasses.replace(w, bias=jnp.where(first_k, w.bias, jnp.zeros_like(w.bias)))
+    part = run(call.replace(out_dtype="float32"), x, bounds, dataclasses.replace(w, k=k))
+    return lax.psum(part, summed).astype(call.out_dtype)
 
 
 def _quantize_share(
@@ -326,6 +403,26 @@ def _quantize_partition(call: QuantizeCall, rule: Any, mesh: Any, args: Any, res
     return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
 
 
+def _batched_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+    x, w = args
+    axes = _matmul_axes(
+        _partition_spec(x), _partition_spec(w.packed), x, w, mesh.shape, _partition_spec(result)
+    )
+    operands, out = _matmul_factors(x, w)
+    share = functools.partial(_matmul_share, batched_local, call, axes["k"])
+    return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
+
+
+def _grouped_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+    x, bounds, w = args
+    axes = _grouped_axes(
+        _partition_spec(x), _partition_spec(w.packed), x, w, mesh.shape, _partition_spec(result)
+    )
+    operands, out = _grouped_factors(x, bounds, w)
+    share = functools.partial(_grouped_share, grouped_local, call, axes)
+    return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
+
+
 # Parameters without defaults: custom_partitioning turns a default into an operand.
 @functools.partial(custom_partitioning, static_argnums=(0, 1))
 def _matmul_auto(call: Call, rule: Any, x: Any, w: Any) -> Any:
@@ -339,7 +436,19 @@ def _quantize_auto(
     return quantize_local(call, x, smooth, global_scale, lora_down)
 
 
+@functools.partial(custom_partitioning, static_argnums=(0, 1))
+def _batched_auto(call: Call, rule: Any, x: Any, w: Any) -> Any:
+    return batched_local(call, x, w)
+
+
+@functools.partial(custom_partitioning, static_argnums=(0, 1))
+def _grouped_auto(call: Call, rule: Any, x: Any, bounds: Any, w: Any) -> Any:
+    return grouped_local(call, x, bounds, w)
+
+
 _matmul_auto.def_partition(partition=_matmul_partition, sharding_rule=_given_rule)
+_batched_auto.def_partition(partition=_batched_partition, sharding_rule=_given_rule)
+_grouped_auto.def_partition(partition=_grouped_partition, sharding_rule=_given_rule)
 _quantize_auto.def_partition(partition=_quantize_partition, sharding_rule=_given_rule)
 
 
@@ -370,6 +479,24 @@ def matmul_dispatch(call: Call, x: Any, w: Weight) -> Array:
     if _inside_shard_map("matmul"):
         return matmul_local(call, x, w)
     return _matmul_auto(call, _rule(*_matmul_factors(x, w)), x, w)
+
+
+def batched_dispatch(call: Call, x: Any, w: Weight) -> Array:
+    """x (G, ..., K) times a stacked weight (G, N, K), below differentiation and batching."""
+    if _named_axes((x, w)):
+        return matmul_explicit(batched_local, call, x, w)
+    if _inside_shard_map("matmul"):
+        return batched_local(call, x, w)
+    return _batched_auto(call, _rule(*_matmul_factors(x, w)), x, w)
+
+
+def grouped_dispatch(call: Call, x: Any, bounds: Any, w: Weight) -> Array:
+    """The grouped product below differentiation and batching."""
+    if _named_axes((x, bounds, w)):
+        return grouped_explicit(grouped_local, call, x, bounds, w)
+    if _inside_shard_map("grouped_matmul"):
+        return grouped_local(call, x, bounds, w)
+    return _grouped_auto(call, _rule(*_grouped_factors(x, bounds, w)), x, bounds, w)
 
 
 def quantize_dispatch(call: QuantizeCall, *operands: Any) -> tuple[Array, Array, Array | None]:
@@ -434,6 +561,24 @@ def matmul_explicit(
     factors, out = _matmul_factors(x, w)
     share = functools.partial(_matmul_share, run, call, axes["k"])
     return _shard_map(mesh, share, (x, w), factors, out, axes)
+
+
+def grouped_explicit(
+    run: Callable[[Call, Array, Array, Weight], Array],
+    call: Call,
+    x: Array,
+    bounds: Array,
+    w: Weight,
+) -> Array:
+    """`run(call, x, bounds, w)` on each device's share where the mesh has explicit axes."""
+    mesh = _explicit_mesh((x, bounds, w))
+    if mesh is None:
+        return run(call, x, bounds, w)
+    x_spec, w_spec = jax.typeof(x).sharding.spec, jax.typeof(w.packed).sharding.spec
+    axes = _grouped_axes(x_spec, w_spec, x, w, mesh.shape, None)
+    factors, out = _grouped_factors(x, bounds, w)
+    share = functools.partial(_grouped_share, run, call, axes)
+    return _shard_map(mesh, share, (x, bounds, w), factors, out, axes)
 
 
 def quantize_explicit(run: Callable[..., Any], call: QuantizeCall, *operands: Any) -> Any:

@@ -209,14 +209,22 @@ class Weight:
         Args:
           axis_name: mesh axis (or axes) to shard over.
           dim: "n" shards output channels, "k" shards input channels. For "k" each shard has to
-            hold whole blocks and an unpadded K; a whole-row scale is replicated.
+            hold whole blocks and an unpadded K; a whole-row scale is replicated. "group" shards
+            the leading axis of a stacked weight (expert parallelism).
 
         Returns:
           A weight of the same structure, to be used as in_specs or mapped to shardings.
         """
-        if dim not in ("n", "k"):
-            raise ValueError(f"jax_w4a4.Weight.shard_specs: dim={dim!r}; expected 'n' or 'k'")
-        n, k = (axis_name, None) if dim == "n" else (None, axis_name)
+        if dim not in ("n", "k", "group"):
+            raise ValueError(
+                f"jax_w4a4.Weight.shard_specs: dim={dim!r}; expected 'n', 'k' or 'group'"
+            )
+        if dim == "group" and self.ndim < 3:
+            raise ValueError(
+                f"jax_w4a4.Weight.shard_specs: dim='group' on a weight of shape {self.shape}; "
+                "expected a stacked one (G, N, K)"
+            )
+        n, k = (axis_name if dim == name else None for name in "nk")
         axes = {
             "packed": (n, k),
             "scales": (n, None if self.block_size is None else k),
@@ -228,7 +236,9 @@ class Weight:
             "channel_scale": (n,),
             "bias": (n,),
         }
-        lead = (None,) * (self.ndim - 2)
+        lead = [None] * (self.ndim - 2)
+        if dim == "group":
+            lead[0] = axis_name
         return self.replace(
             **{
                 name: PartitionSpec(*lead, *spec)

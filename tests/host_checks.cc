@@ -22,6 +22,13 @@ const void* GemmV2Kernel(GemmV2Path path, int tile_m, int cluster) {
 #undef W4A4_KERNEL
   return compiled && (cluster == 1 || cluster == 2) ? &kKernel : nullptr;
 }
+const void* GroupedKernel(GemmV2Path path, int tile_m) {
+#define W4A4_KERNEL(name, tile) \
+  || (path == GemmV2Path::k##name && tile_m == tile)
+  const bool compiled = false W4A4_GROUPED_KERNELS;
+#undef W4A4_KERNEL
+  return compiled ? &kKernel : nullptr;
+}
 const bool kBuiltForSm100 = true;
 const void* Sm100GemmKernel(Format format, int group, int tile_n) {
   const bool compiled = tile_n == 256 || tile_n == 128 || (tile_n == 64 && group == 1);

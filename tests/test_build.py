@@ -163,7 +163,7 @@ class Extension(parameterized.TestCase):
             self.skipTest("CPU package")
         info = _ffi.build_info()
         self.assertIn("90a", info["cuda_archs"])
-        self.assertEqual(_ffi.KERNELS, {"sm90_v1", "sm90_v2"})
+        self.assertEqual(_ffi.KERNELS, {"sm90_v1", "sm90_v2", "sm90_grouped"})
         self.assertRegex(info["nvcc"], r"^\d+\.\d+")
         self.assertLessEqual(info["ffi_api"], _ffi.running_ffi_api())
         self.assertEqual(set(_ffi._extension.registrations()), set(primitives.FFI_TARGETS.values()))
@@ -230,10 +230,10 @@ class ParityDriver(parameterized.TestCase):
 # ------------------------------------------------------------------------------------------------
 
 
-def compiled_tiles():
-    """Token tiles of GEMM v2 that CMake compiles, by path."""
+def compiled_tiles(kind="GEMM_V2"):
+    """Token tiles of a kernel that CMake compiles, by path."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    lines = re.search(r"set\(W4A4_GEMM_V2_TILES\n(.*?)\)", text, re.S).group(1)
+    lines = re.search(rf"set\(W4A4_{kind}_TILES\n(.*?)\)", text, re.S).group(1)
     words = [line.strip(' "').split() for line in lines.splitlines()]
     return {path: sorted(map(int, tiles)) for path, *tiles in words}
 
@@ -253,7 +253,11 @@ def host_library(tmp_path_factory):
     library = tmp_path_factory.mktemp("host") / "libhost.so"
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
     command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
-    for name, compiled in (("GEMM_V2", compiled_tiles()), ("DECODE", compiled_decode_tiles())):
+    for name, compiled in (
+        ("GEMM_V2", compiled_tiles()),
+        ("GROUPED", compiled_tiles("GROUPED")),
+        ("DECODE", compiled_decode_tiles()),
+    ):
         pairs = [(path, tile) for path, tiles in compiled.items() for tile in tiles]
         kernels = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in pairs)
         command += [f"-DW4A4_{name}_KERNELS={kernels}"]
@@ -511,17 +515,22 @@ class PlanCase(HostTest):
         scale="float8_e4m3fn",
         kernel="sm90_v1",
         precision=None,
+        groups=0,
         **kw,
     ):
         spec = formats.Spec(format, k_pad, k_pad, block, scale)
         half = "bfloat16"
         problem = plan.Problem(
-            m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision
-        )
+            m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision,
+            groups=groups,
+        )  # fmt: skip
         target = "sm_100" if kernel.startswith("sm100") else "sm_90"
         return plan.solve(problem, target, kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
 
-    def v2_attrs(self, format="mxfp4", rank=32, k_pad=256, precision=None, group=None, **kw):
+    def v2_attrs(
+        self, format="mxfp4", rank=32, k_pad=256, precision=None, group=None,
+        kernel="sm90_v2", **kw,
+    ):  # fmt: skip
         block, scale = {
             "nvfp4": (16, "float8_e4m3fn"),
             "mxfp4": (32, "float8_e8m0fnu"),
@@ -533,7 +542,7 @@ class PlanCase(HostTest):
             block=block,
             scale=scale,
             k_pad=k_pad,
-            kernel="sm90_v2",
+            kernel=kernel,
             precision=precision,
             **kw,
         )
@@ -662,6 +671,44 @@ class PlanChecks(PlanCase):
                 )
                 self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
                 self.compile(*attrs, rank)()
+
+    @parameterized.product(
+        path=(
+            ("nvfp4", None, "Nvfp4"),
+            ("nvfp4", "fastest", "Nvfp4Rounded"),
+            ("mxfp4", None, "Mxfp4"),
+            ("int4", None, "Int4Row"),
+            ("int4", 64, "Int4Scaled"),
+        ),
+        rank=(0, 16, 256),
+    )
+    def test_every_grouped_plan_is_accepted(self, path, rank):
+        format, mode, path = path
+        kind = {"group": mode} if format == "int4" else {"precision": mode}
+        for tile_m, main_stages in itertools.product(compiled_tiles("GROUPED")[path], (None, 2)):
+            stages = {} if main_stages is None else {"main_stages": main_stages}
+            with self.subTest(tile_m=tile_m, main_stages=main_stages):
+                attrs = self.v2_attrs(
+                    format, rank, 448, kernel="sm90_grouped", groups=5, tile_m=tile_m, **kind,
+                    **stages,
+                )  # fmt: skip
+                self.compile(*attrs, rank)()
+
+    @parameterized.parameters(
+        ("cluster", 2, "INVALID_ARGUMENT.*sm90_grouped can't run.*cluster 2"),
+        ("tile_m", 32, "INVALID_ARGUMENT.*tile .32, "),
+        ("main_stages", 21, "INVALID_ARGUMENT.*main 21"),
+        ("path", 2, "INVALID_ARGUMENT.*sm90_grouped"),
+        ("bytes_act_scale", 64, "FAILED_PRECONDITION.*of act_scale"),
+        ("q_kernel", 1, "FAILED_PRECONDITION.*quantizer 1"),
+        ("smem_bytes", 1 << 15, "FAILED_PRECONDITION"),
+    )
+    def test_grouped_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.v2_attrs(kernel="sm90_grouped", groups=5, tile_m=16)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(plan_attrs, spec_attrs)()
 
     @parameterized.product(
         format=("nvfp4", "mxfp4"),
@@ -1004,3 +1051,5 @@ class PtxasGate(parameterized.TestCase):
         tiles = sorted(plan.budget.DECODE_TOKENS)
         want = dict.fromkeys(plan.budget.DECODE_PATHS, tiles)
         self.assertEqual(compiled_decode_tiles(), want)
+        grouped = {p.name: sorted(p.grouped_tiles) for p in paths if p.grouped_tiles}
+        self.assertEqual(grouped, compiled_tiles("GROUPED"))

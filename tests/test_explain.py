@@ -117,6 +117,29 @@ class ShapeTest(parameterized.TestCase):
         self.assertIn("ready activation in the public layout: a pass into", str(gemm))
         self.assertNotIn("quantizer 2", str(gemm))
 
+    def test_grouped(self):
+        """Sizes are on the device: the text says what was assumed, and figures follow from that."""
+        (call,) = explain((512, 2048, 4096), rank=32, format="mxfp4", groups=64).calls
+        text = str(call)
+        for expected in (
+            "grouped 512 x 2048 x 4096 (M x K x N), 64 groups",
+            "kernel sm90_grouped",
+            "tile 16x128, K step 128, on one CTA of 384 threads, persistent",
+            "for 512 rows in 64 groups, taken as 64 of 8: 2048 tiles in 8 waves of 264",
+            "64 x 32 = 2048 tiles on 264 CTAs (2 CTAs per SM)",
+            "of 115712 B (92.5 %) per CTA, two of which share an SM",
+            "tile_m*4 + 16, one fp32 power of two per token",
+        ):
+            self.assertIn(expected, text)
+        moved = dict(call.gemm.traffic.bytes)
+        self.assertEqual(moved["weights"], 64 * 4096 * 2048 // 2)
+        self.assertEqual(dict(call.quantizer.traffic.bytes)["lora_down"], 64 * 2048 * 32 * 2)
+        # Three rows: as many weights are read.
+        (call,) = explain((3, 2048, 4096), format="mxfp4", groups=64).calls
+        self.assertEqual(dict(call.gemm.traffic.bytes)["weights"], 3 * 4096 * 2048 // 2)
+        with self.assertRaisesRegex(NotImplementedError, "sm_100 has no kernel for groups"):
+            explain((512, 2048, 4096), format="mxfp4", groups=64, target="sm_100")
+
     def test_reason_for_the_plain_kernel(self):
         text = str(explain((128, 3840, 3072), rank=128, target="sm_90"))
         self.assertIn("- kernel sm90_v1 instead of sm90_v2: 128 rows, it is made for 256", text)
@@ -341,11 +364,15 @@ class FunctionTest(parameterized.TestCase):
         self.assertIn("bfloat16, 2x\n", str(found))
 
     def test_vmap(self):
-        """An unbatched weight folds the batch into M; a batched one runs once per entry."""
+        """An unbatched weight folds the batch into M; a batched one makes groups, or a loop where
+        the grouped kernel can't."""
         found = explain(jax.vmap(matmul, in_axes=(1, None)), x_like(M, 6, K), weight())
         self.assertEqual(seen(found), [("matmul", 1, 6 * M, N, K)])
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), weight())
         found = explain(jax.vmap(matmul), x_like(6, M, K), stacked)
+        self.assertEqual(seen(found), [("grouped", 1, 6 * M, N, K)])
+        f = jax.vmap(lambda x, w: matmul(x, w, preferred_element_type="float32"))
+        found = explain(f, x_like(6, M, K), stacked)
         self.assertEqual(seen(found), [("matmul", 6, M, N, K)])
 
     def test_grad_and_remat(self):

@@ -1,6 +1,7 @@
 """The planner: the published stage tables, its optimality, its refusals."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import threading
@@ -607,6 +608,79 @@ class Sm90V2Test(parameterized.TestCase):
         names = [b.name for b in solved.workspace(10, "matmul")]
         self.assertEqual(names, ["packed", "scales", "lora_act"])
         self.assertEqual(solved.workspace(10, "gemm"), ())
+
+
+class GroupedPlanTest(parameterized.TestCase):
+    """Plans for rows sorted by group."""
+
+    def solve(
+        self, m=512, k=2048, n=4096, rank=32, format="mxfp4", groups=64, odd_k=None, **changes
+    ):
+        names = ("kernel", *planner.FORCIBLE)
+        forced = {name: changes.pop(name) for name in names if name in changes}
+        one = problem(m, k, n, rank, format)
+        one = dataclasses.replace(one, groups=groups, k=odd_k, **changes)
+        return plan.solve(one, "sm_90", **forced)
+
+    @parameterized.parameters(
+        (512, 64, 16), (64, 64, 16), (64 * 64, 64, 64), (8 * 190, 8, 200), (8 * 1000, 8, 256)
+    )
+    def test_tile_follows_the_rows_of_a_group(self, m, groups, tile_m):
+        solved = self.solve(m, groups=groups)
+        self.assertEqual((solved.kernel, solved.tile_m), ("sm90_grouped", tile_m))
+        self.assertEqual((solved.cluster, solved.quantizer.kernel), (1, 2))
+
+    def test_table_holds_every_tiling(self):
+        """Entries for the worst sizes: as many groups as possible end with a partial tile."""
+        for m, groups, tile_m in itertools.product((0, 1, 7, 64, 100), (1, 3, 40), (16, 64)):
+            solved = self.solve(m, groups=groups, tile_m=tile_m)
+            entries = solved.workspace(m, "grouped")[-1].shape[0]
+            ones = min(groups - 1, m)  # groups of one row, and one of the rest
+            worst = ones + -(-(m - ones) // tile_m)
+            self.assertGreater(entries, worst)
+
+    def test_small_tiles_share_an_sm(self):
+        """Two CTAs and what the system keeps of each fit an SM."""
+        for format, rank in itertools.product(("mxfp4", "nvfp4", "int4"), (0, 256)):
+            solved = self.solve(format=format, rank=rank)
+            self.assertEqual(solved.tile_m, 16)
+            self.assertLessEqual(2 * (solved.smem_bytes + 1024), 233472)
+            self.assertGreaterEqual(solved.main_stages, 10)
+            where = planner.schedule_of(solved, targets.get("sm_90"))
+            self.assertEqual((where.groups, where.tiles), (264, 64 * 32))
+        self.assertEqual(
+            planner.schedule_of(self.solve(tile_m=64), targets.get("sm_90")).groups, 132
+        )
+
+    def test_lora_fits_the_slot(self):
+        """nvfp4's stage of a small tile is smaller than a chunk of 32 ranks."""
+        solved = self.solve(format="nvfp4", tile_m=16)
+        up, act = solved.region("lora_up"), solved.region("lora_act")
+        stride = solved.region("activation").stride
+        self.assertGreaterEqual(stride, up.bytes_per_stage + act.bytes_per_stage)
+        self.assertEqual(
+            self.solve(format="nvfp4", tile_m=16, rank=0).region("weight").stride, 6144
+        )
+
+    @parameterized.parameters(
+        ({"precision": "highest"}, "mxfp4 in blocks of 32 with precision='highest' is not built"),
+        ({"out_dtype": "float32"}, "the result is float32"),
+        ({"lora_dtype": "float32"}, "lora_up is float32"),
+        ({"lora_smoothed": True}, "LoRA-down beside quantizer 2 reads x before smoothing"),
+        ({"x_dtype": "float32"}, "LoRA-down beside quantizer 2 reads bfloat16"),
+        ({"odd_k": 2047}, "loads rows of whole 16 bytes"),
+        ({"rank": 24}, "rank 24 is not a multiple of 16"),
+        ({"kernel": "sm90_v2"}, "sm90_v2 has no kernel for groups"),
+    )
+    def test_refused(self, changes, message):
+        with self.assertRaisesRegex(NotImplementedError, f"{message}.*implementation='xla'"):
+            self.solve(**changes)
+
+    def test_takes_groups_only(self):
+        with self.assertRaisesRegex(NotImplementedError, "sm90_grouped takes a weight for each"):
+            plan.solve(problem(512, 2048, 4096, 32, "mxfp4"), "sm_90", kernel="sm90_grouped")
+        with self.assertRaisesRegex(ValueError, "quantizer 2 only"):
+            self.solve(quantizer=1)
 
 
 MEASURED = pathlib.Path(__file__).parents[1] / "bench" / "results" / "sm90_v2_tiles_h200.json"

@@ -25,6 +25,7 @@ INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?(\S+)(.*?);
 BRANCH = re.compile(r"\b0x([0-9a-f]+)")
 MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")
 GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)ELi(\d+)EE")
+GROUPED = re.compile(r"grouped_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)EE")
 BLACKWELL = re.compile(r"sm100\d+gemm_kernelILi(\d)ELi(\d+)ELi(\d+)EE")
 DECODE = re.compile(r"decode_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)ELi(\d+)EE")
 DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)EE")
@@ -155,6 +156,39 @@ class TestDecode:
             assert main in inner_loops(code), name
             assert len(mmas(code)) == len(main), name
             assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
+
+
+@needs_kernels
+class TestGrouped:
+    def test_every_compiled_instance_is_there(self, kernels):
+        seen = sorted((m[1], int(m[2])) for name in kernels if (m := GROUPED.search(name)))
+        paths = budget.V2_PATHS.values()
+        assert seen == sorted((path.name, tile) for path in paths for tile in path.grouped_tiles)
+
+    def test_main_loop(self, kernels):
+        for name, code in kernels.items():
+            if match := GROUPED.search(name):
+                path = budget.V2_PATHS[match[1]]
+                opcode, types = OPCODES[path.operand]
+                k = 16 if opcode == "HGMMA" else 32
+                main = [(opcode, int(match[2]), k, types)] * (path.tile_k // k)
+                assert main in inner_loops(code), name
+
+
+@needs_kernels
+class TestDependentLaunch:
+    def test_nothing_is_read_before_the_wait(self, kernels):
+        """A load of constants (.nc) may move in front of it: once a gemm took its number of tiles
+        from the call before."""
+        seen = 0
+        for name, code in kernels.items():
+            if GEMM.search(name) or GROUPED.search(name):
+                opcodes = [op for _, op, _ in code]
+                wait = opcodes.index("ACQBULK")
+                early = [op for op in opcodes[:wait] if op.startswith(("LDG", "LD.", "UTMALDG"))]
+                assert not early, (name, early)
+                seen += 1
+        assert seen
 
 
 @needs_kernels

@@ -8,6 +8,7 @@ import functools
 import re
 import unittest
 import warnings
+from unittest import mock
 
 import cases
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_w4a4 import plan, primitives, sharding
+from jax_w4a4.grouped import grouped_matmul
 from jax_w4a4.matmul import matmul, quantize_activation
 
 M, N, K = 8, 32, 256
@@ -347,6 +349,171 @@ class WholeKTest(parameterized.TestCase):
             warnings.simplefilter("error")
             x = jax.device_put(cases.activation(6, 128), NamedSharding(mesh, P(None, "model")))
             matmul(x, place_weight(cases.weight(8, 128, "int4"), mesh, ("model", "k")))
+
+
+# As LAYOUTS, for rows sorted by group; collectives of the product, of the batched product, where it
+# has that layout, and what one device multiplies.
+GROUPED = {
+    "replicated": (P(), None, {}, (8, 32, 256, 4)),
+    "rows": (P("data"), None, {}, (4, 32, 256, 4)),
+    "rows_n": (P("data"), ("model", "n"), {}, (4, 16, 256, 4)),
+    "n_both": (P(), (("data", "model"), "n"), {}, (8, 8, 256, 4)),
+    "k": (P(None, "model"), ("model", "k"), {"all-reduce": 1}, (8, 32, 128, 4)),
+    "rows_k": (P("data", "model"), ("model", "k"), {"all-reduce": 1}, (4, 32, 128, 4)),
+    "groups": (P(), ("model", "group"), {"all-reduce": 1}, (8, 32, 256, 2)),
+    "rows_groups": (P("data"), ("model", "group"), {"all-reduce": 1}, (4, 32, 256, 2)),
+}
+BATCHED = {
+    "replicated": (P(), None, {}, (12, 32, 256, 4)),
+    "groups": (P("model"), ("model", "group"), {}, (6, 32, 256, 2)),
+    "groups_of_w": (P(), ("model", "group"), {}, (6, 32, 256, 2)),
+    "groups_both": (P(("data", "model")), (("data", "model"), "group"), {}, (3, 32, 256, 1)),
+    "rows_groups": (P("model"), (("data", "model"), "group"), {}, (3, 32, 256, 1)),
+    "n": (P(), ("model", "n"), {}, (12, 16, 256, 4)),
+    "groups_k": (P("data", None, "model"), ("model", "k"), {"all-reduce": 1}, (6, 32, 128, 2)),
+}
+
+
+def stacked():
+    weights = [cases.weight(N, K, "mxfp4", seed=seed) for seed in range(4)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+
+
+class GroupedTest(parameterized.TestCase):
+    """Rows sorted by group: sharded rows cut the groups, sharded groups add up."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.w = stacked()
+        cls.x = cases.activation(M, K)
+        cls.target = cases.activation(M, N, seed=3)
+        cls.sizes = {"ragged": [3, 0, 4, 0], "first": [8, 0, 0, 0], "last": [0, 1, 2, 5]}
+
+    @parameterized.named_parameters(
+        (f"{label}_{name}", kind, name) for label, kind in BOTH for name in GROUPED
+    )
+    def test_forward(self, kind, name):
+        x_spec, where, collectives, local = GROUPED[name]
+        mesh = make_mesh(kind)
+        with context(kind, mesh):
+            x = jax.device_put(self.x, NamedSharding(mesh, x_spec))
+            w = place_weight(self.w, mesh, where)
+            f = jax.jit(lambda x, w, s: grouped_matmul(x, w, s))
+            shapes = []
+            jax.clear_caches()  # the operator's own jit may know these types already
+            with mock.patch.object(
+                sharding, "grouped_local", side_effect=_noting(sharding.grouped_local, shapes)
+            ):
+                compiled = f.lower(x, w, jnp.asarray(self.sizes["ragged"])).compile()
+            self.assertEqual(census(compiled), collectives)
+            self.assertEqual(shapes[-1], local)
+            for sizes in self.sizes.values():
+                y = f(x, w, jnp.asarray(sizes))
+                want = jax.jit(grouped_matmul)(self.x, self.w, jnp.asarray(sizes))
+                # K parts round x @ lora_down to bfloat16 one by one.
+                self.assertLess(cases.error(y, want), 1e-3 if where and "k" in where else 1e-6)
+
+    @parameterized.named_parameters(
+        (f"{label}_{name}", kind, name)
+        for label, kind in BOTH
+        for name in ("rows", "rows_n", "k", "rows_groups")
+    )
+    def test_gradients(self, kind, name):
+        x_spec, where, _, _ = GROUPED[name]
+        mesh = make_mesh(kind)
+        sizes = jnp.asarray(self.sizes["ragged"])
+
+        def loss(x, leaves, w, target):
+            return jnp.sum(grouped_matmul(x, w.replace(**leaves), sizes) * target)
+
+        f = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        want_x, want = f(self.x, trainable(self.w), self.w, self.target)
+        with context(kind, mesh):
+            x = jax.device_put(self.x, NamedSharding(mesh, x_spec))
+            w = place_weight(self.w, mesh, where)
+            dx, d = f(x, trainable(w), w, self.target)
+        self.assertLess(cases.error(dx, want_x), 1e-5)
+        for leaf in TRAINABLE:
+            tolerance = 6e-3 if leaf.startswith("lora") else 1e-5
+            self.assertLess(cases.error(d[leaf], want[leaf]), tolerance, leaf)
+
+    def test_shard_map_over_experts(self):
+        """The recipe of the documentation: each device the experts it has, one sum."""
+        mesh = make_mesh(AxisType.Auto)
+        sizes = jnp.asarray(self.sizes["last"])
+
+        def experts(x, w, sizes):
+            # The rows of the first of my experts come first.
+            first = lax.axis_index("model") * w.shape[0]
+            ends = jnp.cumsum(sizes)
+            before = ends[first] - sizes[first]
+            mine = lax.dynamic_slice_in_dim(sizes, first, w.shape[0])
+            y = grouped_matmul(jnp.roll(x, -before, 0), w, mine)
+            return lax.psum(jnp.roll(y, before, 0), "model")
+
+        f = jax.jit(jax.shard_map(
+            experts, mesh=mesh,
+            in_specs=(P(), self.w.shard_specs("model", "group"), P()), out_specs=P(),
+        ))  # fmt: skip
+        y = f(self.x, self.w, sizes)
+        want = jax.jit(grouped_matmul)(self.x, self.w, sizes)
+        self.assertLess(cases.error(y, want), 1e-6)
+
+    @parameterized.named_parameters(*BOTH)
+    def test_disagreement(self, kind):
+        """One mesh axis for rows and for groups: an error, or rows win and the weight is whole."""
+        mesh = make_mesh(kind)
+        sizes = jnp.asarray(self.sizes["ragged"])
+        with context(kind, mesh):
+            x = jax.device_put(self.x, NamedSharding(mesh, P("data")))
+            w = place_weight(self.w, mesh, ("data", "group"))
+            if kind == AxisType.Explicit:
+                with self.assertRaisesRegex(ValueError, "'data' shards both dimension 0 of x and"):
+                    grouped_matmul(x, w, sizes)
+                return
+            want = jax.jit(grouped_matmul)(self.x, self.w, sizes)
+            self.assertLess(cases.error(grouped_matmul(x, w, sizes), want), 1e-6)
+
+
+def _noting(f, shapes):
+    def note(call, x, bounds, w):
+        shapes.append((x.shape[0], w.shape[1], x.shape[1], w.shape[0]))
+        return f(call, x, bounds, w)
+
+    return note
+
+
+class BatchedTest(parameterized.TestCase):
+    """A batch of products with weights of their own, which vmap makes where a kernel takes them."""
+
+    @parameterized.named_parameters(
+        (f"{label}_{name}", kind, name) for label, kind in BOTH for name in BATCHED
+    )
+    def test_forward(self, kind, name):
+        x_spec, where, collectives, local = BATCHED[name]
+        whole_x, whole_w = cases.activation(4, 3, K), stacked()
+        call = primitives.Call("float32", None, None)
+        want = jax.jit(functools.partial(primitives.batched_local, call))(whole_x, whole_w)
+        mesh = make_mesh(kind)
+        shapes = []
+        with context(kind, mesh):
+            x = jax.device_put(whole_x, NamedSharding(mesh, x_spec))
+            w = place_weight(whole_w, mesh, where)
+            f = jax.jit(lambda x, w: sharding.batched_dispatch(call, x, w))
+            if kind == AxisType.Explicit and name == "rows_groups":
+                with self.assertRaisesRegex(ValueError, "the experts are sharded over"):
+                    f(x, w)
+                return
+            local_run = primitives.grouped_local
+            with mock.patch.object(
+                primitives, "grouped_local", side_effect=_noting(local_run, shapes)
+            ):
+                compiled = f.lower(x, w).compile()
+            if name != "rows_groups":
+                self.assertEqual(census(compiled), collectives)
+            self.assertEqual(shapes[-1], local)
+            self.assertLess(cases.error(f(x, w), want), 1e-3 if "k" in name else 1e-6)
 
 
 class SharedActivationTest(parameterized.TestCase):

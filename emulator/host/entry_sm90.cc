@@ -6,6 +6,7 @@
 #include "sm90_down_v2.h"
 #include "sm90_gemm_v1.h"
 #include "sm90_gemm_v2.h"
+#include "sm90_grouped.h"
 #include "sm90_quantize_public.h"
 #include "sm90_quantize_v2.h"
 #include "sm90_repack_v2.h"
@@ -26,13 +27,16 @@ struct WeightRows {
   void* rows;
   int64_t n;
   int scale_dtype;
+  int64_t groups;
+  const int* bounds;
 };
 
 static WeightRowParams Unpack(const WeightRows& w) {
   return {w.weight_scale,  w.weight_global_scale,
           w.act_global_scale, w.channel_scale,
           w.bias,          w.rows,
-          w.n,             static_cast<DType>(w.scale_dtype)};
+          w.n,             static_cast<DType>(w.scale_dtype),
+          w.groups,        w.bounds};
 }
 
 int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
@@ -55,8 +59,11 @@ int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
 
 int emulator_down_v2(const void* x, const void* lora_down, void* lora_act,
                      int64_t m, int k, int rank, int cluster, int stages,
-                     int off_barriers, int smem_bytes, int device) {
+                     int off_barriers, int smem_bytes, int device,
+                     int groups, const int* bounds) {
   DownV2Params p = {};
+  p.groups = groups;
+  p.bounds = bounds;
   p.x = x;
   p.lora_down = lora_down;
   p.lora_act = lora_act;
@@ -98,8 +105,11 @@ static void SetTokens(TokenParams* p, const Tokens& t) {
 
 int emulator_quantize_v2(int path, const Tokens* t, void* act,
                          float* token_scale, const WeightRows* weight,
-                         int block, int tile_m) {
+                         int block, int tile_m, void* table, void* y) {
   QuantizeV2Params p = {};
+  p.tile_m = tile_m;
+  p.table = table;
+  p.y = y;
   SetTokens(&p, *t);
   p.act = act;
   p.token_scale = token_scale;
@@ -135,14 +145,15 @@ int emulator_quantize_public(int format, const Tokens* t, void* packed,
   return LaunchQuantizePublic(static_cast<Format>(format), p, nullptr);
 }
 
-// smem: weight, lora_up, store, token, barriers, stage_bytes, total_bytes.
+// groups > 0: the grouped kernel. smem: weight, lora_up, store, token, barriers, stage_bytes, total_bytes.
 int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
                      const float* token_scale, const void* rows,
                      const uint8_t* weight, const void* weight_scale,
                      const void* lora_act, const void* lora_up, void* out,
                      int64_t m, int64_t n, int k_pad, int rank, int stages,
                      int group_m, int promote_k, int block, int scale_dtype,
-                     const int* smem, int dependent, int device) {
+                     const int* smem, int dependent, int device,
+                     int64_t groups, const void* table) {
   GemmV2Params p = {};
   p.act = act;
   p.token_scale = token_scale;
@@ -162,6 +173,11 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
   p.block = block;
   p.scale_dtype = static_cast<DType>(scale_dtype);
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4], smem[5], smem[6]};
+  if (groups > 0) {
+    return LaunchGrouped(static_cast<GemmV2Path>(path), tile_m,
+                         {p, groups, table}, dependent != 0, device, nullptr)
+        .code;
+  }
   return LaunchGemmV2(static_cast<GemmV2Path>(path), tile_m, cluster, p,
                       dependent != 0, device, nullptr)
       .code;

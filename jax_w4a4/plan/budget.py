@@ -33,6 +33,7 @@ __all__ = [
     "V2_PATHS",
     "V2Path",
     "gemm_traffic",
+    "grouped_row_tiles",
     "layout",
     "DECODE_PATHS",
     "DECODE_TOKENS",
@@ -93,6 +94,7 @@ class Problem:
       k: logical K, None where it is k_pad.
       lora_smoothed: LoRA-down reads the smoothed x.
       precision: None, ``"fastest"`` or ``"highest"``; see :func:`jax_w4a4.matmul`.
+      groups: weights of a grouped call, among which the rows are divided; 0 for one weight.
     """
 
     m: int | None
@@ -108,6 +110,7 @@ class Problem:
     k: int | None = None
     lora_smoothed: bool = False
     precision: str | None = None
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -118,7 +121,9 @@ class Problem:
             raise ValueError(
                 f"jax_w4a4.plan: unknown precision {self.precision!r}; expected one of {PRECISIONS}"
             )
-        for name, least in (("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1)):
+        for name, least in (
+            ("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1), ("groups", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if name == "m" and value is None:
                 continue
@@ -369,6 +374,7 @@ class V2Path:
       token_scale: what the scale of a token is, None where there is none.
       tiles: token tiles that CMakeLists.txt compiles.
       peak: field of Target that bounds the product.
+      grouped_tiles: the same of sm90_grouped, none where it has no code for the path.
       stage_groups: groups of K in a stage whose token scales are staged with it.
       promote_k: K elements that the tensor core adds up before the sums move on into fp32
         registers; 0 for all of K.
@@ -382,6 +388,7 @@ class V2Path:
     token_scale: str | None
     tiles: tuple[int, ...]
     peak: str
+    grouped_tiles: tuple[int, ...] = ()
     stage_groups: int = 0
     promote_k: int = 0
     why: str = ""
@@ -395,12 +402,13 @@ class V2Path:
 _V2_ROW_BYTES = 128
 _V2_TOKEN_STAGES = 2
 _V2_TILES = (256, 200, 192, 128, 64)
+_GROUPED_TILES = (256, 200, 128, 64, 16)
 
 V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
     {
         p.name: p
         for p in (
-            V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8"),
+            V2Path("Mxfp4", 1, "e5m2", 1, "power of two", _V2_TILES, "peak_fp8", _GROUPED_TILES),
             V2Path(
                 "Mxfp4Promoted",
                 2,
@@ -413,7 +421,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 promote_k=1024,
                 why="precision='highest': sums move to fp32 registers every {promote_k} of K",
             ),
-            V2Path("Nvfp4", 3, "bf16", 2, None, _V2_TILES, "peak_bf16"),
+            V2Path("Nvfp4", 3, "bf16", 2, None, _V2_TILES, "peak_bf16", _GROUPED_TILES),
             V2Path(
                 "Nvfp4Rounded",
                 4,
@@ -422,10 +430,20 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "power of two",
                 _V2_TILES,
                 "peak_fp8",
+                _GROUPED_TILES,
                 why="precision='fastest': each value times its block scale is rounded to e4m3",
             ),
             # The INT8 MMA has no width of 200 tokens.
-            V2Path("Int4Row", 5, "s8", 1, "block scale", (256, 208, 192, 128, 64), "peak_int8"),
+            V2Path(
+                "Int4Row",
+                5,
+                "s8",
+                1,
+                "block scale",
+                (256, 208, 192, 128, 64),
+                "peak_int8",
+                (256, 192, 128, 64, 16),
+            ),
             *(
                 V2Path(
                     f"Int4Group{group}",
@@ -449,6 +467,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "power of two",
                 _V2_TILES,
                 "peak_bf16",
+                _GROUPED_TILES,
                 why="each code times its block scale is rounded to fp16; precision='highest' keeps "
                 "the product exact",
             ),
@@ -493,7 +512,9 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
     lora = 1 if problem.rank else 0
     steps = lora_steps(problem, 64)
     streamed = f"32 ranks in a slot of the main ring, {_plural(steps, 'extra step')}"
-    token = m * 4 if path.token_scale else 0
+    # Tiles of a grouped call begin at any token, copies of token scales at every fourth.
+    token = m * 4 + (16 if problem.groups else 0) if path.token_scale else 0
+    per_token = "tile_m*4 + 16" if problem.groups else "tile_m*4"
     groups = path.stage_groups
     where = "in aux, one per row" if path.operand == "s8" else "from L2 into registers"
 
@@ -542,7 +563,7 @@ def sm90_v2(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]
             token,
             _V2_TOKEN_STAGES if token else 0,
             "tile",
-            f"tile_m*4, one fp32 {path.token_scale} per token" if token else "folded into bf16",
+            f"{per_token}, one fp32 {path.token_scale} per token" if token else "folded into bf16",
         ),
         row(
             "accumulator",
@@ -773,8 +794,8 @@ def layout(
 ) -> tuple[tuple[Region, ...], int]:
     """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
 
-    ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other;
-    otherwise the stages of a row lie together.
+    ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other,
+    each large enough for what is laid over it; otherwise the stages of a row lie together.
 
     Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
     or stages gets an empty region at offset 0.
@@ -782,7 +803,9 @@ def layout(
     placed: dict[str, Region] = {}
     smem = [row for row in rows if row.memory == "smem"]
     loop = [row for row in smem if row.overlaps_main and row.lifetime == "K loop"]
+    over = [row for row in smem if not row.overlaps_main]
     slot = sum(_align(row.bytes(cluster), align) for row in loop)
+    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in over if row.stages))
 
     def place(row: Row, offset: int, stride: int | None = None) -> int:
         size = row.bytes(cluster)
@@ -797,9 +820,8 @@ def layout(
         loop_end = place(row, loop_end, slot if interleaved else None)
     if interleaved:
         loop_end = slot * max((row.stages for row in loop), default=0)
-    for row in smem:
-        if not row.overlaps_main:
-            over_end = place(row, over_end)
+    for row in over:
+        over_end = place(row, over_end)
     end = max(loop_end, over_end)
     for row in smem:
         if row.overlaps_main and row.lifetime != "K loop":
@@ -898,7 +920,8 @@ def workspace(
     Args:
       tile_m: rows of the gemm's tile; its token ring reads whole tiles.
       m: rows; may be a symbolic dimension.
-      kind: ``"matmul"`` (after y) or ``"gemm"`` (after y, on a ready activation).
+      kind: ``"matmul"`` (after y), ``"gemm"`` (after y, on a ready activation) or ``"grouped"``
+        (after y).
     """
     public = (
         Buffer("packed", (m, problem.k_pad // 2), "uint8"),
@@ -923,18 +946,31 @@ def workspace(
     if path is not None and path.stage_groups:
         tokens = (problem.k_pad // problem.block_size * ((m + tile_m + 3) // 4 * 4),)
     elif path is not None and path.token_scale:
-        tokens = (m + tile_m,)
+        tokens = (m + tile_m + (4 if problem.groups else 0),)
     private = (
         Buffer("act", (m, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
         # sm90_decode works them out itself.
-        Buffer("rows", (0 if design.decode else problem.n, 4), "float32"),
+        Buffer("rows", (0 if design.decode else max(1, problem.groups) * problem.n, 4), "float32"),
     )
+    if kind == "grouped":
+        table = Buffer("table", (grouped_row_tiles(problem, m, tile_m) + 1, 4), "int32")
+        return (lora_act, *private, table)
     if kind == "gemm":
         return private
     if quantizer.kernel in (2, 5):
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
     return (*public, lora_act, *private)
+
+
+def grouped_row_tiles(problem: Problem, m: Any, tile_m: int) -> Any:
+    """Row tiles of a grouped call that there can be; how many there are is known on the device."""
+    return (m + tile_m - 1) // tile_m + problem.groups
+
+
+def _weights_read(problem: Problem, m: int) -> int:
+    """Weights that a call reads; of a grouped one those of as many groups as can have rows."""
+    return max(1, min(problem.groups, m))
 
 
 def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
@@ -956,16 +992,17 @@ def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
     blocks = k // problem.block_size
     scale = ITEMSIZE[problem.scale_dtype]
     codes, scales = _act_traffic(problem, m, private)
+    weights = _weights_read(problem, m) * n
     return Traffic(
         flops=(("product", 2 * m * n * k), ("LoRA-up", 2 * m * n * rank)),
         bytes=(
-            ("weights", n * k // 2),
-            ("weight scales", n * blocks * scale),
+            ("weights", weights * k // 2),
+            ("weight scales", weights * blocks * scale),
             ("activations", codes),
             ("activation scales", scales),
-            ("lora_up", n * rank * ITEMSIZE[problem.lora_dtype]),
+            ("lora_up", weights * rank * ITEMSIZE[problem.lora_dtype]),
             ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
-            ("vectors", 2 * n * 4),
+            ("vectors", 2 * weights * 4),
             ("output", m * n * ITEMSIZE[problem.out_dtype]),
         ),
     )
@@ -979,12 +1016,13 @@ def quantizer_traffic(problem: Problem, m: int, private: bool = False) -> Traffi
     k, rank = problem.k_pad, problem.rank
     lora = ITEMSIZE[problem.lora_dtype]
     codes, scales = _act_traffic(problem, m, private)
+    weights = _weights_read(problem, m)
     return Traffic(
         flops=(("LoRA-down", 2 * m * k * rank),),
         bytes=(
             ("x", m * k * ITEMSIZE[problem.x_dtype]),
-            ("smooth", k * 4),
-            ("lora_down", k * rank * lora),
+            ("smooth", weights * k * 4),
+            ("lora_down", weights * k * rank * lora),
             ("codes", codes),
             ("scales", scales),
             ("lora_act", m * rank * lora),
@@ -1050,6 +1088,8 @@ class Design:
       lora_row_bytes: of one token or weight row in a step of a streamed low-rank branch.
       interleaved: the K-loop objects of a stage lie side by side.
       private_layout: the gemm reads activations in a layout of its own.
+      grouped: it takes rows sorted by group and a weight for each group, and nothing else.
+      shared_tiles: values of tile_m whose CTAs share an SM, two and two.
       scale_atoms: the gemm reads the block scales of both operands as 128x4 atoms.
       lora_runs: those of ``lora_choices`` that the kernel has; the others are accounts.
       group_m: most m tiles that share a sweep over n; 0 where the hardware orders the tiles.
@@ -1089,6 +1129,21 @@ class Design:
     lora_runs: tuple[int, ...] | None = None
     group_m: int = 0
     unproven: bool = False
+    grouped: bool = False
+    shared_tiles: tuple[int, ...] = ()
+
+    def ctas_per_sm(self, tile_m: int) -> int:
+        """CTAs that an SM runs at once."""
+        return 2 if tile_m in self.shared_tiles else 1
+
+    def capacity(self, target: Target, tile_m: int) -> int:
+        """Shared memory that a CTA may ask for."""
+        ctas = self.ctas_per_sm(tile_m)
+        if ctas == 1:
+            return target.smem_bytes
+        # What the system keeps of every CTA's.
+        reserved = target.smem_per_sm - target.smem_bytes
+        return target.smem_per_sm // ctas - reserved
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""
@@ -1116,7 +1171,10 @@ class Design:
                 if t[0] == least and (t[2] == 1 or problem.k_pad > self.step(problem, t[1]))
             )
         path = v2_path(problem) if self.private_layout else None
-        return tuple(t for t in self.tiles if path is None or t[0] in path.tiles)
+        if path is None:
+            return self.tiles
+        compiled = path.grouped_tiles if self.grouped else path.tiles
+        return tuple(t for t in self.tiles if t[0] in compiled)
 
 
 DESIGNS: Mapping[str, Design] = MappingProxyType(
@@ -1222,6 +1280,36 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 # Quantizer 5 has 20544 bytes, and 1 KB is reserved.
                 spare_smem=21568,
                 most_weight_bytes=_DECODE_IN_FLIGHT,
+            ),
+            Design(
+                name="sm90_grouped",
+                code=5,
+                implemented=True,
+                ccs=frozenset({90}),
+                rows=sm90_v2,
+                tiles=tuple(
+                    (tile_m, 128, 1)
+                    for tile_m in sorted({m for p in V2_PATHS.values() for m in p.grouped_tiles})[
+                        ::-1
+                    ]
+                ),
+                tile_k={},
+                threads=384,
+                align=128,
+                persistent=True,
+                max_main_stages=20,
+                min_store_stages=1,
+                grow_store=False,
+                lora_choices=(0,),
+                main_peak={},
+                up_peak="peak_bf16",
+                down_peak="peak_bf16",
+                lora_row_bytes=64,
+                interleaved=True,
+                private_layout=True,
+                group_m=11,
+                grouped=True,
+                shared_tiles=(16,),
             ),
             Design(
                 name="sm100_v2",

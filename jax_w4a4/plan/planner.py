@@ -37,6 +37,7 @@ _DEFAULT_KERNELS = {
     100: ("sm100_v2", "sm100_v1"),
     103: ("sm100_v2", "sm100_v1"),
 }
+_GROUPED_KERNELS = {90: "sm90_grouped"}
 # What a caller of `solve` may fix instead of leaving it to the solver.
 FORCIBLE = (
     "tile_m",
@@ -323,9 +324,39 @@ def recording() -> Iterator[list[Plan]]:
         _recorders.reset(token)
 
 
-def schedule(m: int, n: int, tile_m: int, tile_n: int, cluster: int, target: Target) -> Schedule:
-    """Tiles and waves of an ``m`` by ``n`` output at one CTA per SM."""
-    return Schedule(-(-m // tile_m), -(-n // tile_n), max(1, target.sm_count // cluster))
+def group_rows(groups: int, m: int) -> tuple[int, int]:
+    """(groups with rows, rows of each) that the planner assumes of ``m`` rows in ``groups``, as the
+    sizes are on the device: as many as there are, and equal. One group of all without groups."""
+    used = max(1, min(groups, m))
+    return used, -(-m // used)
+
+
+def schedule(
+    m: int,
+    n: int,
+    tile_m: int,
+    tile_n: int,
+    cluster: int,
+    target: Target,
+    groups: int = 0,
+    ctas: int = 1,
+) -> Schedule:
+    """Tiles and waves of an ``m`` by ``n`` output at ``ctas`` CTAs per SM."""
+    used, rows = group_rows(groups, m)
+    tiles_m = used * -(-rows // tile_m)
+    return Schedule(tiles_m, -(-n // tile_n), max(1, ctas * target.sm_count // cluster))
+
+
+def _schedule(design: Design, problem: Problem, config: Config | Plan, target: Target) -> Schedule:
+    m = SYMBOLIC_M if problem.m is None else problem.m
+    ctas = design.ctas_per_sm(config.tile_m)
+    tile = (config.tile_m, config.tile_n, config.cluster)
+    return schedule(m, problem.n, *tile, target, problem.groups, ctas)
+
+
+def schedule_of(plan: Plan, target: Target) -> Schedule:
+    """Tiles and waves of a plan's gemm."""
+    return _schedule(budget.DESIGNS[plan.kernel], plan.problem, plan, target)
 
 
 def solve(
@@ -455,6 +486,8 @@ def _design(
 ) -> tuple[Design, tuple[str, ...]]:
     """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
+    if problem.groups:
+        return _grouped_design(problem, target, kernel, way_out), ()
     if kernel is None:
         names = _DEFAULT_KERNELS.get(target.cc)
         if names is None:
@@ -481,9 +514,37 @@ def _design(
     return _checked(problem, design, target, way_out), ()
 
 
+def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_out: str) -> Design:
+    """The design for rows sorted by group."""
+    name = _GROUPED_KERNELS.get(target.cc)
+    if name is None or kernel not in (None, name):
+        raise NotImplementedError(
+            f"jax_w4a4.plan: {kernel or target.name} has no kernel for groups of rows; {way_out}"
+        )
+    design = budget.DESIGNS[name]
+    path = budget.v2_path(problem)
+    why = _v2_lacks(problem)
+    if why is None and path is not None and not path.grouped_tiles:
+        precision = f" with precision={problem.precision!r}" if problem.precision else ""
+        why = f"{problem.format} in blocks of {problem.block_size}{precision} is not built for it"
+    if why is None:
+        quantizer = _token_quantizer(problem, target, 2)
+        why = quantizer if isinstance(quantizer, str) else None
+    if why is not None:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: kernel {name} cannot take this: {why}; {way_out}"
+        )
+    return design
+
+
 def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
     if design.name in ("sm90_v1", "sm100_v1"):
         return design
+    if design.grouped:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: kernel {design.name} takes a weight for each group of rows, not one; "
+            "plan with kernel=None"
+        )
     if design.private_layout:
         why = _decode_lacks(problem) if design.decode else _v2_lacks(problem)
         if why is not None:
@@ -647,6 +708,10 @@ def _quantizer(
     found = _token_quantizer(problem, target, kernel)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
+    if design.grouped:
+        raise ValueError(
+            f"jax_w4a4.plan: {design.name} has quantizer 2 only, got quantizer={asked}"
+        )
     if asked in (2, 5):
         raise ValueError(f"jax_w4a4.plan: quantizer {asked} cannot take this problem: {found}")
     why = "forced by the caller" if isinstance(found, QuantizerPlan) else found
@@ -705,7 +770,8 @@ def _down_cluster(problem: Problem, target: Target) -> int:
     8192x8192 with 1 against 47 with 2.
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
-    tiles = max(1, -(-m // 72))
+    used, rows = group_rows(problem.groups, m)
+    tiles = max(1, used * -(-rows // 72))
     steps = -(-(problem.k or problem.k_pad) // 64)
     return max(c for c in (1, 2, 4, 8) if c == 1 or (tiles * c <= target.sm_count and c <= steps))
 
@@ -741,7 +807,7 @@ def _group_m(
         return max(1, forced["group_m"]), ("group_m forced by the caller",)
     if problem.m is None:
         return design.group_m, ()
-    tiles = max(1, -(-problem.m // best.tile_m))
+    tiles = max(1, -(-group_rows(problem.groups, problem.m)[1] // best.tile_m))
     groups = -(-tiles // design.group_m)
     return -(-tiles // groups), (
         f"{_count(groups, 'group')} of up to {_count(-(-tiles // groups), 'm tile')}: a group's "
@@ -813,7 +879,7 @@ def _fit(
         return _smem(design, problem, target, dataclasses.replace(config, **changes))
 
     most = design.max_main_stages
-    capacity = target.smem_bytes - design.spare_smem
+    capacity = design.capacity(target, config.tile_m) - design.spare_smem
     if "main_stages" in forced:
         main = forced["main_stages"]
         if most is not None and main > most:
@@ -849,10 +915,10 @@ def _fit(
 
 def _cost(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """What the planner minimises. Comparable only between configurations of one design."""
-    if design.name == "sm90_v2":
-        return _v2_seconds(problem, target, config)
     if design.decode:
         return _decode_seconds(problem, target, config)
+    if design.private_layout:
+        return _v2_seconds(design, problem, target, config)
     if not design.persistent:
         if problem.m is None:
             return abs(config.tile_m - 64)
@@ -890,14 +956,14 @@ def _seconds(design: Design, problem: Problem, target: Target, config: Config) -
     )
 
 
-def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
+def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config) -> float:
     """Wave model of sm90_v2, floored by DRAM traffic; constants and their source above.
 
     A step takes at least the share of the load latency that the ring leaves exposed. L2 traffic
     has no term: one CTA and a pair with half the activation reads measured the same.
     """
     m = SYMBOLIC_M if problem.m is None else problem.m
-    where = schedule(m, problem.n, config.tile_m, config.tile_n, config.cluster, target)
+    where = _schedule(design, problem, config, target)
     path = budget.v2_path(problem)
     assert path is not None, problem
     columns = config.tile_m + _V2_FIXED_ROWS[path.name]
@@ -907,6 +973,7 @@ def _v2_seconds(problem: Problem, target: Target, config: Config) -> float:
     tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
     if problem.rank:
         tile += budget.lora_steps(problem, 64) * ranks
+    tile *= design.ctas_per_sm(config.tile_m)  # they share what the constants are rates of
     moved = budget.gemm_traffic(problem, m, private=True).total_bytes
     return max(where.waves * tile, moved / target.hbm_bytes_per_s)
 
@@ -989,10 +1056,13 @@ def _why_tile(
         return f"{name}: M is symbolic, the middle tile is taken"
     m = SYMBOLIC_M if problem.m is None else problem.m
     rows = f"{m} rows assumed for symbolic M" if problem.m is None else _count(m, "row")
+    if problem.groups:
+        used, each = group_rows(problem.groups, m)
+        rows += f" in {_count(problem.groups, 'group')}, taken as {used} of {each}"
     text = []
     for candidate in (found[0], other):
         c = candidate.config
-        where = schedule(m, problem.n, c.tile_m, c.tile_n, c.cluster, target)
+        where = _schedule(design, problem, c, target)
         cost = (
             f"{candidate.cost * 1e6:.1f} us computed"
             if design.name != "sm90_v1"
@@ -1016,20 +1086,21 @@ def _why_main(
     forced: dict[str, int],
 ) -> str:
     name = _count(best.main_stages, "main stage")
+    capacity = design.capacity(target, best.tile_m)
     if "main_stages" in forced:
         return f"{name}: forced by the caller"
     if design.max_main_stages == best.main_stages and design.grow_main:
         return f"{name}: the most that the kernel takes"
     if design.max_main_stages == best.main_stages:
-        left = target.smem_bytes - smem()
-        return f"{name}: the design double-buffers; {left} of {target.smem_bytes} B stay unused"
+        left = capacity - smem()
+        return f"{name}: the design double-buffers; {left} of {capacity} B stay unused"
     if design.most_weight_bytes is not None:
         weight = budget.weight_stage_bytes(best)
         if (best.main_stages + 1) * weight > design.most_weight_bytes:
             return (
                 f"{name}: {best.main_stages * weight} B of weights in flight per SM, more is slower"
             )
-    capacity = target.smem_bytes - design.spare_smem
+    capacity -= design.spare_smem
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before
@@ -1090,7 +1161,7 @@ def _why_store(
     one_more = smem(store_stages=best.store_stages + 1) - smem()
     return (
         f"{name}: at least {design.min_store_stages}, then what the main ring leaves; one more "
-        f"needs {one_more} B and {target.smem_bytes - smem()} B are left"
+        f"needs {one_more} B and {design.capacity(target, best.tile_m) - smem()} B are left"
     )
 
 
