@@ -795,7 +795,7 @@ def layout(
     """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
 
     ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other,
-    each large enough for what is laid over it; otherwise the stages of a row lie together.
+    each large enough for what passes through it instead; otherwise the stages of a row lie together.
 
     Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
     or stages gets an empty region at offset 0.
@@ -805,7 +805,9 @@ def layout(
     loop = [row for row in smem if row.overlaps_main and row.lifetime == "K loop"]
     over = [row for row in smem if not row.overlaps_main]
     slot = sum(_align(row.bytes(cluster), align) for row in loop)
-    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in over if row.stages))
+    # What passes through the ring needs a slot; an epilogue lies over all of them, once idle.
+    passing = [row for row in over if row.stages and row.lifetime != "epilogue"]
+    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in passing))
 
     def place(row: Row, offset: int, stride: int | None = None) -> int:
         size = row.bytes(cluster)
