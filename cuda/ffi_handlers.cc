@@ -637,6 +637,7 @@ Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.k_pad = static_cast<int>(spec.k_pad);
   p.rank = static_cast<int>(Dim(b.lora_up, 1));
   p.tile_n = static_cast<int>(plan.tile_n);
+  p.splits = static_cast<int>(plan.cluster);
   p.stages = static_cast<int>(plan.main_stages);
   p.smem = GetDecodeSmem(plan);
 
@@ -664,7 +665,7 @@ Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
             1,
             kDecodeThreads,
             p.smem.total_bytes,
-            1};
+            p.splits};
   return Error::Success();
 }
 

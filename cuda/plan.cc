@@ -252,7 +252,9 @@ ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    "); expected tile_n a multiple of 8 up to ",
                    kDecodeMaxTileN, " and a compiled path and tile_m");
   }
-  if (p.tile_k != DecodeTileK(p.tile_n) || p.cluster != 1 ||
+  if (p.tile_k != DecodeTileK(p.tile_n) || p.cluster < 1 ||
+      p.cluster > kDecodeMaxSplits ||
+      DecodeSteps(p.tile_n, s.k_pad) < p.cluster ||
       p.threads != kDecodeThreads || p.main_stages < 2 ||
       p.main_stages > kDecodeMaxStages || p.lora_stages != 0 ||
       p.store_stages != 1 || p.group_m != 0 || p.promote_k != 0) {
@@ -262,7 +264,8 @@ ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    p.threads, " threads, stages main ", p.main_stages,
                    " lora ", p.lora_stages, " store ", p.store_stages,
                    "; expected tile_k ", DecodeTileK(p.tile_n),
-                   ", cluster 1, group_m and promote_k 0, ", kDecodeThreads,
+                   ", cluster 1 | 2 with a stage of K for each CTA, group_m and "
+                   "promote_k 0, ", kDecodeThreads,
                    " threads, stages main 2..", kDecodeMaxStages,
                    " lora 0 store 1");
   }
@@ -402,10 +405,11 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
   const Region whole[] = {
       {"main ring", 0, ring, ring, 1, 1024},
       {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
-       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad), 1},
+       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad, p.cluster), 1},
       {"act_scale", p.off_act_scale, p.bytes_act_scale,
        GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
-      {"lora_act", p.off_lora_act, p.bytes_lora_act, rank > 0 ? slab : 0, 1},
+      {"lora_act", p.off_lora_act, p.bytes_lora_act,
+       rank > 0 || p.cluster > 1 ? slab : 0, 1},
       {"aux", p.off_aux, p.bytes_aux, p.tile_n * kGemmV2RowInputBytes, 1},
       {"barriers", p.off_barriers, p.bytes_barriers, 16 * p.main_stages, 1},
       // Over the ring, once that is through, never over the others.
@@ -554,7 +558,7 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
-// Quantizer 4: like them, LoRA-down in the same launch.
+// Quantizer 5: like them, LoRA-down in the same launch.
 ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                 int64_t rank) {
   if (!p.IsDecode() || s.k % 8 != 0 || rank % 16 != 0 ||

@@ -49,6 +49,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.m = static_cast<int>(p.m);
   a.n = static_cast<int>(p.n);
   a.steps = static_cast<int>(DecodeSteps(p.tile_n, p.k_pad));
+  a.splits = p.splits;
   a.rank = p.rank;
   a.tile_n = p.tile_n;
   a.stages = p.stages;
@@ -77,17 +78,17 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
     return {cudaErrorInvalidValue, maps.refused(), 0};
   }
 
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  const int grid = static_cast<int>((p.n + p.tile_n - 1) / p.tile_n);
+  cudaLaunchAttribute attributes[2] = {ClusterAttribute(p.splits), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  const int grid = static_cast<int>((p.n + p.tile_n - 1) / p.tile_n) * p.splits;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(kDecodeThreads);
   config.dynamicSmemBytes = p.smem.total_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
   void* args[] = {&a};
   return {cudaLaunchKernelExC(&config, kernel, args), nullptr, grid};
 }

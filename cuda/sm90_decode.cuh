@@ -1,6 +1,7 @@
 // Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 128,
-// bound by reading W. One CTA per SM takes 8 to 128 weight rows and all of K and tokens; the number of
-// rows makes about as many CTAs as there are SMs.
+// bound by reading W. One CTA per SM takes 8 to 128 weight rows, all tokens and all of K; the number of
+// rows makes about as many CTAs as there are SMs. Where N is too small for that a cluster of two CTAs
+// shares the rows and divides K.
 //
 // Roles in a CTA of 20 warps:
 //   load      one thread of warp 16 streams weights and activations through a ring. Weights are
@@ -16,7 +17,8 @@
 //   scales       all block scales of the CTA's rows, word i of row r at (i * (tile_n + 1) + r) * 4
 //   rows         tile_n RowInputs
 //   tokens       kTokens fp32 scales
-//   addend       kTokens x (kRows + 4) fp32, the low-rank product
+//   addend       kTokens x (kRows + 4) fp32, the low-rank product; with two CTAs of the tokens that this
+//                one finishes, and in the place of the others what the peer has of this one's
 //   barriers     16 x stages
 #pragma once
 
@@ -53,6 +55,7 @@ struct DecodeArgs {
   __nv_bfloat16* y;
   int m, n;
   int steps;   // stages of K
+  int splits;  // CTAs of a cluster, which divide them
   int rank;    // a multiple of 16
   int tile_n;  // weight rows, a multiple of 8
   // From the plan.
@@ -60,6 +63,31 @@ struct DecodeArgs {
   int off_act;  // inside a stage
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
 };
+
+// The work of a CTA.
+struct Share {
+  int n0;                  // first weight row
+  int rank;                // in the cluster
+  int first_step, steps;   // stages of K
+};
+
+__device__ __forceinline__ Share share_of(const DecodeArgs& args) {
+  Share share = {static_cast<int>(blockIdx.x) * args.tile_n, 0, 0, args.steps};
+  if (args.splits > 1) {
+    share.rank = static_cast<int>(cluster_rank());
+    share.n0 = blockIdx.x / args.splits * args.tile_n;
+    const int each = (args.steps + args.splits - 1) / args.splits;
+    share.first_step = share.rank * each;
+    share.steps = min(each, args.steps - share.first_step);
+  }
+  return share;
+}
+
+// Whether this CTA finishes a token: all of them, or half.
+template <int kTokens>
+__device__ __forceinline__ bool finishes(const DecodeArgs& args, const Share& share, int token) {
+  return args.splits == 1 || token / (kTokens / 2) == share.rank;
+}
 
 // kRows and the division of the work; see DecodeShape.
 template <class Path, int kMostRows>
@@ -105,30 +133,32 @@ __device__ __forceinline__ void load_activations(const DecodeArgs& args, uint32_
 
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, const Ring& ring,
-                                     int n0) {
+                                     const Share& share) {
   using D = Division<Path, kRows>;
   const uint32_t bytes = D::kBoxes * args.tile_n * kBoxBytes +
                          D::kGroups * D::kRecords * kTokens * kBoxBytes;
+  const int n0 = share.n0;
+  const int first = share.first_step;
   RingState stage;
   // The weights may be results of XLA operations before this call: those ended before the first kernel
   // of this handler began, which is launched without the dependent attribute, and every kernel of the
   // handler begins after that one. So only what the handler's own kernels write needs the wait.
-  const int early = min(args.stages, args.steps);
+  const int early = min(args.stages, share.steps);
   for (int step = 0; step < early; ++step) {
     const uint32_t full = ring.acquire(stage, bytes);
-    load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, full, step, n0);
+    load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, full, first + step, n0);
     ring.advance(stage);
   }
   grid_dependency_wait();
   for (int step = 0; step < early; ++step) {
-    load_activations<Path, kTokens, kRows>(args, smem + step * args.stage_bytes,
-                                           ring.full(step), step);
+    load_activations<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, ring.full(step),
+                                           first + step);
   }
-  for (int step = early; step < args.steps; ++step) {
+  for (int step = early; step < share.steps; ++step) {
     const uint32_t full = ring.acquire(stage, bytes);
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
-    load_weights<Path, kTokens, kRows>(args, slot, full, step, n0);
-    load_activations<Path, kTokens, kRows>(args, slot, full, step);
+    load_weights<Path, kTokens, kRows>(args, slot, full, first + step, n0);
+    load_activations<Path, kTokens, kRows>(args, slot, full, first + step);
     ring.advance(stage);
   }
 }
@@ -138,14 +168,14 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
 // kWords words of a row's block scales from word `at` on, zeros past the last.
 template <int kWords>
 __device__ __forceinline__ void load_scale_words(const uint8_t* row, int at, int blocks,
-                                                 uint32_t (&v)[kWords]) {
+                                                 bool aligned, uint32_t (&v)[kWords]) {
 #pragma unroll
   for (uint32_t& word : v) word = 0;
   if (4 * at >= blocks) return;
   if constexpr (kWords == 4) {
     const uint4 four = __ldg(reinterpret_cast<const uint4*>(row + 4 * at));
     v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-  } else if (blocks % 4 == 0) {
+  } else if (aligned) {
     v[0] = __ldg(reinterpret_cast<const uint32_t*>(row + 4 * at));
   } else {
 #pragma unroll
@@ -190,15 +220,16 @@ struct ScaleLoads {
 
   __device__ __forceinline__ ScaleLoads(int words, int warp, int lane) : walk(words, warp, lane) {}
 
-  __device__ __forceinline__ void issue(const DecodeArgs& args, int n0, int lane) {
+  // `first`: the byte of a row that the CTA's share of K begins with.
+  __device__ __forceinline__ void issue(const DecodeArgs& args, int n0, int first, int lane) {
     ScaleWalk<kWords> at = walk;
     const int blocks = args.rows.scale_blocks;
 #pragma unroll
     for (int b = 0; b < kScaleBatch; ++b) {
       const int row = min(n0 + at.row, args.n - 1);
       load_scale_words<kWords>(
-          args.rows.weight_scales + static_cast<int64_t>(row) * blocks, at.piece * kWords,
-          at.row < args.tile_n && at.piece < at.pieces ? blocks : 0, v[b]);
+          args.rows.weight_scales + static_cast<int64_t>(row) * blocks + first, at.piece * kWords,
+          at.row < args.tile_n && at.piece < at.pieces ? blocks - first : 0, blocks % 4 == 0, v[b]);
       at.advance(lane);
     }
   }
@@ -248,9 +279,10 @@ __device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t sm
 // What the multiply warps do while the launch before may still be running: block scales and RowInputs
 // into shared memory. `begun` runs when the first loads are on their way.
 template <class Path, int kRows, class Begun>
-__device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem, int n0, int warp,
-                                             int lane, Begun begun) {
+__device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem,
+                                             const Share& share, int warp, int lane, Begun begun) {
   using D = Division<Path, kRows>;
+  const int n0 = share.n0;
   const int row = warp * 32 + lane;
   const uint32_t place = smem + args.off_rows + row * 16;
   const auto write = [&](const RowInputs& v) {
@@ -261,19 +293,22 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     begun();
     if (row < args.tile_n) write(int4_row_inputs(args.rows, min(n0 + row, args.n - 1)));
   } else {
-    const int words = args.steps * (D::kStageK / Path::kStageK) * (Path::kStageScales / 4);
+    constexpr int kStepWords = D::kStageK / Path::kStageK * (Path::kStageScales / 4);
+    const int words = share.steps * kStepWords;
+    const int first = share.first_step * kStepWords * 4;
     RowFactors factors = {};
     const auto stage = [&](auto loads) {
-      loads.issue(args, n0, lane);
+      loads.issue(args, n0, first, lane);
       if (row < args.tile_n) factors = row_factors(args.rows, min(n0 + row, args.n - 1));
       begun();
       loads.store(args, smem + args.off_scales, words, lane);
       while (loads.more(args, lane)) {
-        loads.issue(args, n0, lane);
+        loads.issue(args, n0, first, lane);
         loads.store(args, smem + args.off_scales, words, lane);
       }
     };
-    if (args.rows.scale_blocks % 16 == 0) {
+    // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
+    if (args.rows.scale_blocks % 16 == 0 && first % 16 == 0) {
       stage(ScaleLoads<4>(words, warp, lane));
     } else {
       stage(ScaleLoads<1>(words, warp, lane));
@@ -301,8 +336,8 @@ __device__ __forceinline__ uint32_t load_scale(uint32_t address) {
 // four MMAs. Fragments are written while the MMAs of the record before are in flight.
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
-                                         float (&acc)[kTokens / 2], int group, int block, int warp,
-                                         int lane) {
+                                         int steps, float (&acc)[kTokens / 2], int group, int block,
+                                         int warp, int lane) {
   using D = Division<Path, kRows>;
   const int q = lane % 4;
   // Of eight lanes that read shared memory together four take a row in the lower half of the swizzle
@@ -337,7 +372,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
   RingState stage;
   int previous = 0;
-  for (int step = 0; step < args.steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     uint32_t scale[D::kRecords][2];
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
@@ -406,32 +441,44 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
   }
 }
 
-// Two features of every so many tokens: the warpgroups' sums in their order, scale, low-rank product,
-// bias.
+// Two neighbouring rows of the tile and every so many tokens, one thread's part of the result.
 template <class Path, int kTokens, int kRows>
-__device__ __forceinline__ void finish(const DecodeArgs& args, uint32_t smem, int n0, int thread) {
+struct Finish {
   using D = Division<Path, kRows>;
   using Sum = typename Path::Accumulator;
-  constexpr int kPairs = kRows / 2;
-  constexpr int kStep = kMultiplyThreads / kPairs;  // tokens at once
-  const int row = thread % kPairs * 2;
-  const int n = n0 + row;
-  if (row >= args.tile_n || n >= args.n) return;
+  static constexpr int kPairs = kRows / 2;
+  static constexpr int kStep = kMultiplyThreads / kPairs;  // tokens at once
+
+  const DecodeArgs& args;
+  const Share& share;
+  uint32_t smem;
+  int row, first_token;
   RowInputs inputs[2];
+
+  __device__ __forceinline__ Finish(const DecodeArgs& args, const Share& share, uint32_t smem,
+                                    int thread)
+      : args(args), share(share), smem(smem), row(thread % kPairs * 2),
+        first_token(thread / kPairs) {
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const uint4 raw = load_shared_v4(smem + args.off_rows + (row + j) * 16);
-    inputs[j] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                 static_cast<int>(raw.w)};
+    for (int j = 0; j < 2; ++j) {
+      const int at = min(row + j, args.tile_n - 1);
+      const uint4 raw = load_shared_v4(smem + args.off_rows + at * 16);
+      inputs[j] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                   static_cast<int>(raw.w)};
+    }
   }
-#pragma unroll 2
-  for (int token = thread / kPairs; token < args.m; token += kStep) {
-    const uint32_t at = (token * D::kPitch + row) * 4;
+
+  __device__ __forceinline__ uint32_t place(int token) const {
+    return (token * D::kPitch + row) * 4;
+  }
+
+  // The warpgroups' sums in their order, scaled.
+  __device__ __forceinline__ float2 scaled(int token) const {
     Sum sum[2] = {};
 #pragma unroll
     for (int group = 0; group < D::kGroups; ++group) {
-      const uint2 part =
-          load_shared_v2(smem + args.off_partial + group * kTokens * D::kPitch * 4 + at);
+      const uint2 part = load_shared_v2(smem + args.off_partial +
+                                        group * kTokens * D::kPitch * 4 + place(token));
       sum[0] += reinterpret_cast<const Sum&>(part.x);
       sum[1] += reinterpret_cast<const Sum&>(part.y);
     }
@@ -439,25 +486,51 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, uint32_t smem, in
     if constexpr (Path::kTokenScale) {
       token_scale = __uint_as_float(load_shared_u32(smem + args.off_tokens + token * 4));
     }
-    uint2 addend = make_uint2(0, 0);
-    if (args.rank > 0) addend = load_shared_v2(smem + args.off_addend + at);
-    const float low_rank[2] = {__uint_as_float(addend.x), __uint_as_float(addend.y)};
-    __nv_bfloat16 y[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float scaled =
-          Path::scaled(reinterpret_cast<const float&>(sum[j]), inputs[j], token_scale);
-      y[j] = __float2bfloat16_rn(scaled + low_rank[j] + inputs[j].bias);
-    }
-    __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
-    if (args.n % 2 == 0) {
-      *reinterpret_cast<__nv_bfloat162*>(out) = __nv_bfloat162(y[0], y[1]);
-    } else {
-      out[0] = y[0];
-      if (n + 1 < args.n) out[1] = y[1];
+    return {Path::scaled(reinterpret_cast<const float&>(sum[0]), inputs[0], token_scale),
+            Path::scaled(reinterpret_cast<const float&>(sum[1]), inputs[1], token_scale)};
+  }
+
+  // The peer's tokens to the peer, into places of tokens that it does not finish.
+  __device__ __forceinline__ void give() const {
+    if (row >= args.tile_n) return;
+    for (int token = first_token; token < args.m; token += kStep) {
+      if (finishes<kTokens>(args, share, token)) continue;
+      const int other = (token + kTokens / 2) % kTokens;
+      store_cluster_f2(smem + args.off_addend + place(other), 1 - share.rank, scaled(token));
     }
   }
-}
+
+  __device__ __forceinline__ float2 addend(int token) const {
+    const uint2 raw = load_shared_v2(smem + args.off_addend + place(token));
+    return {__uint_as_float(raw.x), __uint_as_float(raw.y)};
+  }
+
+  __device__ __forceinline__ void store() const {
+    const int n = share.n0 + row;
+    if (row >= args.tile_n || n >= args.n) return;
+#pragma unroll 2
+    for (int token = first_token; token < args.m; token += kStep) {
+      if (!finishes<kTokens>(args, share, token)) continue;
+      float2 sum = scaled(token);
+      if (args.splits > 1) {
+        const float2 peer = addend((token + kTokens / 2) % kTokens);
+        sum = {sum.x + peer.x, sum.y + peer.y};
+      }
+      if (args.rank > 0) {
+        const float2 low_rank = addend(token);
+        sum = {sum.x + low_rank.x, sum.y + low_rank.y};
+      }
+      const __nv_bfloat162 y = __floats2bfloat162_rn(sum.x + inputs[0].bias, sum.y + inputs[1].bias);
+      __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
+      if (args.n % 2 == 0) {
+        *reinterpret_cast<__nv_bfloat162*>(out) = y;
+      } else {
+        out[0] = y.x;
+        if (n + 1 < args.n) out[1] = y.y;
+      }
+    }
+  }
+};
 
 // ---- add ----
 
@@ -470,14 +543,14 @@ __device__ __forceinline__ uint4 load_ranks(const __nv_bfloat16* row, int rank, 
 // The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two
 // pairs k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
 template <class Path, int kTokens, int kRows>
-__device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem, int n0, int warp,
-                                             int lane) {
+__device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem,
+                                             const Share& share, int warp, int lane) {
   using D = Division<Path, kRows>;
   constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
   const int g = lane / 4;
   const int q = lane % 4;
   for (int block = warp; block * 16 < args.tile_n; block += kAddWarps) {
-    const int row = n0 + block * 16 + g;
+    const int row = share.n0 + block * 16 + g;
     const __nv_bfloat16* up = args.lora_up + static_cast<int64_t>(row) * args.rank;
     for (int first = 0; first < args.m; first += kPart) {
       float acc[kPart / 8][4] = {};
@@ -502,6 +575,7 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
       for (int j = 0; j < kPart / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          if (!finishes<kTokens>(args, share, first + 8 * j + 2 * q + i % 2)) continue;
           store_shared_u32(at + ((8 * j + i % 2) * D::kPitch + i / 2 * 8) * 4,
                            __float_as_uint(acc[j][i]));
         }
@@ -518,25 +592,35 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   using D = Division<Path, kRows>;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   const uint32_t smem = smem_address(dynamic_smem);
-  const int n0 = blockIdx.x * args.tile_n;
+  const Share share = share_of(args);
   // The same in all lanes, and known to be: addresses of a warp then stay in uniform registers.
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   const Ring ring(smem + args.off_barriers, args.stages);
+  // For the peer, which writes here at the end; relaxed, as nothing is published.
+  if (args.splits > 1) cluster_arrive_relaxed();
 
   if (warp < kMultiplyWarps) {
-    prepare_rows<Path, kRows>(args, smem, n0, warp, lane, [] { __syncthreads(); });
+    prepare_rows<Path, kRows>(args, smem, share, warp, lane, [] { __syncthreads(); });
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int block = warpgroup / D::kGroups;
     float acc[kTokens / 2];
-    multiply<Path, kTokens, kRows>(args, smem, ring, acc, group, block, warp % 4, lane);
+    multiply<Path, kTokens, kRows>(args, smem, ring, share.steps, acc, group, block, warp % 4, lane);
     // Everyone is through with the ring, over which the sums are laid.
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     store_partial<Path, kTokens, kRows>(args, smem, acc, group, block, warp % 4, lane);
     named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
-    finish<Path, kTokens, kRows>(args, smem, n0, threadIdx.x);
-  } else if (warp == kLoadWarp) {
+    const Finish<Path, kTokens, kRows> finish(args, share, smem, threadIdx.x);
+    if (args.splits > 1) {
+      cluster_wait();
+      finish.give();
+      cluster_sync();
+    }
+    finish.store();
+    return;
+  }
+  if (warp == kLoadWarp) {
     if (lane == 0) {
       prefetch_tensor_map(&args.weight);
       prefetch_tensor_map(&args.act);
@@ -544,7 +628,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       fence_mbarrier_init();
     }
     __syncthreads();
-    if (lane == 0) load<Path, kTokens, kRows>(args, smem, ring, n0);
+    if (lane == 0) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {
     __syncthreads();
@@ -557,9 +641,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
     }
     if (args.rank > 0) {
-      add_low_rank<Path, kTokens, kRows>(args, smem, n0, warp - kLoadWarp - 1, lane);
+      add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp - 1, lane);
     }
+    __syncwarp();
     named_barrier_arrive(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
+  }
+  if (args.splits > 1) {
+    cluster_wait();
+    cluster_sync();
   }
 }
 

@@ -16,6 +16,7 @@ namespace jax_w4a4 {
 constexpr int kDecodeThreads = 640;
 constexpr int kDecodeMaxStages = 16;
 constexpr int kDecodeMaxTileN = 128;
+constexpr int kDecodeMaxSplits = 2;
 // A box of weights is 128 bytes wide.
 constexpr int kDecodeBoxK = 256;
 
@@ -51,13 +52,17 @@ constexpr int64_t DecodeActBytes(GemmV2Path path, int64_t tile_m,
                                  int64_t tile_n) {
   return tile_m * DecodeTileK(tile_n) * GemmV2ElementBytes(path);
 }
+// Of them in one of `splits` CTAs that divide them.
+constexpr int64_t DecodeCtaSteps(int64_t tile_n, int64_t k_pad, int64_t splits) {
+  return (DecodeSteps(tile_n, k_pad) + splits - 1) / splits;
+}
 // Block scales of all of a CTA's rows, four in a word, a word more per four rows
 // of K blocks so that neither writing nor reading them meets bank conflicts.
 constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,
-                                   int64_t k_pad) {
+                                   int64_t k_pad, int64_t splits) {
   return DecodeBlock(path) == 0
              ? 0
-             : DecodeSteps(tile_n, k_pad) * DecodeTileK(tile_n) /
+             : DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) /
                    DecodeBlock(path) * (tile_n + 1);
 }
 // fp32 sums of a tile, token by token.
@@ -83,6 +88,7 @@ struct DecodeParams {
   int k_pad;
   int rank;  // 0: no low-rank branch
   int tile_n;
+  int splits;  // CTAs that divide K
   int stages;
   DecodeSmem smem;
 };

@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_down(const DownFragments& f, float (&ac
 __device__ __forceinline__ void down_few(const QuantizeV2Args& args, const FewDownArgs& down,
                                          FewDownSmem& smem) {
   // Peers write into this CTA's memory once it runs. Relaxed: nothing of it is published here.
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_arrive_relaxed();
   const int rank_in_cluster = static_cast<int>(cluster_rank());
   const int tile = blockIdx.x / kDecodeDownCluster;
   const int first_token = tile / down.rank_tiles * kDecodeDownTokens;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void down_few(const QuantizeV2Args& args, const FewDo
     }
     named_barrier_sync(kFewBarrier, 32 * kFewWarps);
   }
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_wait();
   if (warp < kFewWarps) {
     // Two neighbouring sums per thread; a warp's are those of one CTA.
     const int at = 2 * threadIdx.x;

@@ -368,8 +368,9 @@ def run(
             "off_lora_act", "off_barriers", "stage_bytes", "smem_bytes",
         )  # fmt: skip
         driver.call(
-            "emulator_decode", path.code, found.tile_m, found.tile_n, pointer(made["act"].base),
-            pointer(made["token_scale"].base), ctypes.byref(weight), pointer(address("weight")),
+            "emulator_decode", path.code, found.tile_m, found.tile_n, found.cluster,
+            pointer(made["act"].base), pointer(made["token_scale"].base), ctypes.byref(weight),
+            pointer(address("weight")),
             pointer(lora_act), pointer(address("lora_up")), pointer(made["y"].base), long(case.m),
             long(case.n), case.k_pad, case.rank, found.main_stages,
             (ctypes.c_int * 9)(*(attrs[name] for name in order)), 1, case.clusters,

@@ -42,7 +42,10 @@ QUANTIZE_V2_PATHS = (
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
 # The same of the decode kernel.
-DECODE_INSTANCES = (*((path, 8) for path in plan.budget.DECODE_PATHS), ("Mxfp4", 16), ("Mxfp4", 64))
+DECODE_INSTANCES = (
+    *((path, 8) for path in plan.budget.DECODE_PATHS),
+    *(("Mxfp4", tile) for tile in (16, 32, 64)),
+)
 
 # The same of the grouped kernel.
 GROUPED_INSTANCES = tuple(
@@ -179,8 +182,8 @@ def _host_sources(family: str) -> list[str]:
     if family == "sm100":
         return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
     names = [f"sm90_{n}.cu" for n in (
-        "gemm_v1", "gemm_v2", "down_v2", "quantize_v2", "quantize_public", "repack_v2", "decode",
-        "decode_quantize", "grouped",
+        "gemm_v1", "gemm_v2", "decode", "decode_quantize", "down_v2", "quantize_v2",
+        "quantize_public", "repack_v2", "grouped",
     )]  # fmt: skip
     names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
     names += [decode_name(path, tile) for path, tile in DECODE_INSTANCES]

@@ -1,4 +1,4 @@
-"""Corners of the sm90_v2 pipeline, under a watchdog: `python -P tests/gpu_corners.py`.
+"""Corners of the sm90_v2 and sm90_decode pipelines, under a watchdog: `tests/gpu_corners.py`.
 
 Where a ring can lock up or hand over the wrong slot: every combination of tiles per CTA (none for
 some clusters, one, two, many), K blocks (one, fewer than the stages, as many, one more, many),
@@ -87,12 +87,49 @@ class Corner:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeCorner:
+    """The same of sm90_decode: steps of K against stages, rows per CTA, CTAs that divide K."""
+
+    format: str
+    blocks: str
+    tile_n: int
+    cluster: int
+    rank: int
+    stages: int
+
+    @property
+    def cell(self) -> Cell:
+        step = 256 * gpu_parity.plan.budget.decode_shape(self.tile_n)[2]
+        steps = max(k_blocks(self.blocks, self.stages) * self.cluster, self.cluster)
+        per_row = {"block_size": None, "scale_dtype": "float32"}
+        return Cell(
+            self.format.split()[0],
+            self.rank,
+            5,
+            3 * self.tile_n - 5,
+            steps * step - 24,
+            kernel="sm90_decode",
+            tile_n=self.tile_n,
+            cluster=self.cluster,
+            main_stages=self.stages,
+            special=False,
+            **(per_row if self.format == "int4 per row" else {}),
+        )
+
+
+def decode_corners(formats: tuple[str, ...]) -> Iterator[DecodeCorner]:
+    known = [f for f in formats if f != "int4 in blocks"]
+    for parts in itertools.product(known, BLOCKS, (24, 64, 128), (1, 2), (0, 160), (2, 4)):
+        yield DecodeCorner(*parts)
+
+
 def corners(formats: tuple[str, ...]) -> Iterator[Corner]:
     for parts in itertools.product(formats, TILES, BLOCKS, (1, 2), (0, 32, 160), (2, 4)):
         yield Corner(*parts)
 
 
-def run(corner: Corner) -> str | None:
+def run(corner: Corner | DecodeCorner) -> str | None:
     """What went wrong, None if nothing did."""
     cell = corner.cell
     rng = np.random.default_rng(0)
@@ -122,7 +159,7 @@ def run(corner: Corner) -> str | None:
     return None if worst < 0.02 else f"a cell is off by {worst:.3g} of its size"
 
 
-def run_safely(corner: Corner) -> str | None:
+def run_safely(corner: Corner | DecodeCorner) -> str | None:
     """`run`; one broken corner must not hide the others."""
     try:
         return run(corner)
@@ -134,11 +171,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=8, help="processes")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--kernel", choices=("sm90_v2", "sm90_decode"), help="only its corners")
+    parser.add_argument("--every", type=int, default=1, help="every N-th corner only")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     # Most of the time would go into trying tiles for the fp32 product, shape after shape.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-    todo = list(corners(tuple(args.formats)))
+    todo: list = []
+    if args.kernel in (None, "sm90_v2"):
+        todo += corners(tuple(args.formats))
+    if args.kernel in (None, "sm90_decode"):
+        todo += decode_corners(tuple(args.formats))
+    todo = todo[:: args.every]
     started, finished, failed = time.time(), 0, []
     try:
         for problem in in_processes(run_safely, todo, args.jobs, WATCHDOG_S):

@@ -310,10 +310,12 @@ def decode_cells_of(path: str) -> Iterator[Cell]:
             cell = dataclasses.replace(
                 cell, scale_dtype=dtypes[turn // 2 % 3], act_unsigned=turn % 3 == 1
             )
-        # The next of the tiles that fits the shared memory.
-        for i in range(len(DECODE_TILES)):
+        # The next of the tiles that fits the shared memory; and two CTAs that divide K, where there
+        # is enough of it.
+        for i in range(2 * len(DECODE_TILES)):
             tile_n = DECODE_TILES[(turn // 11 + i) % len(DECODE_TILES)]
-            found = dataclasses.replace(cell, tile_n=tile_n)
+            cluster = (2, 1)[(turn // 5 + i // len(DECODE_TILES)) % 2] if tile_n else None
+            found = dataclasses.replace(cell, tile_n=tile_n, cluster=cluster)
             if fits(found):
                 break
         yield found
@@ -322,7 +324,7 @@ def decode_cells_of(path: str) -> Iterator[Cell]:
 def fits(cell: Cell) -> bool:
     try:
         solve(cell, spec_of(cell))
-    except plan.DoesNotFitError:
+    except ValueError:  # DoesNotFitError, or no such tile
         return False
     return True
 
@@ -335,7 +337,8 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
             for m in (3, 61):
                 yield cell(rank=rank, m=m, n=264, k=640)
         for tile_n in range(8, 136, 8):  # every number of rows per CTA, and N that it leaves ragged
-            yield cell(rank=16, m=9, n=269, k=2208, tile_n=tile_n)
+            for cluster in (1, 2):
+                yield cell(rank=16, m=9, n=269, k=2208, tile_n=tile_n, cluster=cluster)
         for k in (31, 33, 100, 4097, 8200):
             yield cell(rank=32, m=13, n=200, k=k)
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
@@ -408,15 +411,16 @@ def small_cells() -> Iterator[Cell]:
                 )
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
     for path in plan.budget.DECODE_PATHS:
-        for tile_n in (24, 64, 128):
+        for tile_n, cluster in ((24, 1), (64, 2), (128, 1)):
             for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16)):
                 cell = Cell(
                     rank=rank,
                     m=m,
                     n=264,
-                    k=416,
+                    k=1056,
                     kernel="sm90_decode",
                     tile_n=tile_n,
+                    cluster=cluster,
                     **V2_PATHS[path],
                 )
                 if fits(cell):

@@ -10,7 +10,7 @@ using namespace jax_w4a4;
 
 namespace jax_w4a4 {
 // Stand in for the kernel tables: the tiles of sm90_gemm_v1.cu and those that
-// CMakeLists.txt compiles of GEMM v2.
+// CMakeLists.txt compiles of GEMM v2 and of the decode kernel.
 static const int kKernel = 0;
 const void* GemmV1Kernel(Format, int tile_m) {
   return tile_m == 32 || tile_m == 64 || tile_m == 128 ? &kKernel : nullptr;
@@ -33,6 +33,15 @@ const bool kBuiltForSm100 = true;
 const void* Sm100GemmKernel(Format format, int group, int tile_n) {
   const bool compiled = tile_n == 256 || tile_n == 128 || (tile_n == 64 && group == 1);
   return format != Format::kInt4 && compiled && (group == 1 || group == 2) ? &kKernel : nullptr;
+}
+const void* DecodeKernel(GemmV2Path path, int tile_m, int tile_n) {
+#define W4A4_KERNEL(name, tile) \
+  || (path == GemmV2Path::k##name && tile_m == tile)
+  const bool compiled = false W4A4_DECODE_KERNELS;
+#undef W4A4_KERNEL
+  return compiled && tile_n >= 8 && tile_n <= kDecodeMaxTileN && tile_n % 8 == 0
+             ? &kKernel
+             : nullptr;
 }
 }  // namespace jax_w4a4
 

@@ -238,6 +238,14 @@ def compiled_tiles(kind="GEMM_V2"):
     return {path: sorted(map(int, tiles)) for path, *tiles in words}
 
 
+def compiled_decode_tiles():
+    """The same of the decode kernel."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    body = re.search(r"set\(decode_kernels.*?endforeach\(\)\nendforeach", text, re.S).group()
+    paths, tiles = re.findall(r"IN ITEMS ([\w ]+)\)", body)
+    return {path: sorted(map(int, tiles.split())) for path in paths.split()}
+
+
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory):
     if COMPILER is None:
@@ -245,10 +253,14 @@ def host_library(tmp_path_factory):
     library = tmp_path_factory.mktemp("host") / "libhost.so"
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
     command += ["-Wall", "-Wextra", "-Werror", f"-I{CUDA}", f"-isystem{jax.ffi.include_dir()}"]
-    for kind in ("GEMM_V2", "GROUPED"):
-        pairs = [(path, tile) for path, tiles in compiled_tiles(kind).items() for tile in tiles]
+    for name, compiled in (
+        ("GEMM_V2", compiled_tiles()),
+        ("GROUPED", compiled_tiles("GROUPED")),
+        ("DECODE", compiled_decode_tiles()),
+    ):
+        pairs = [(path, tile) for path, tiles in compiled.items() for tile in tiles]
         kernels = " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in pairs)
-        command += [f"-DW4A4_{kind}_KERNELS={kernels}"]
+        command += [f"-DW4A4_{name}_KERNELS={kernels}"]
     command += [str(ROOT / "tests" / "host_checks.cc"), str(CUDA / "plan.cc"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -482,9 +494,8 @@ class BlackwellLayout(HostTest):
         )
 
 
-class PlanChecks(HostTest):
-    """The handlers' checks on the attributes (cuda/plan.cc), decoded by XLA as on the GPU: they
-    accept what the planner makes and refuse everything else, at compile where that is possible."""
+class PlanCase(HostTest):
+    """Plans and specs through XLA's decoder to the handlers' checks."""
 
     def setUp(self):
         super().setUp()
@@ -544,6 +555,11 @@ class PlanChecks(HostTest):
         lora_up = jnp.zeros((300, rank), jnp.bfloat16)
         compiled = jax.jit(f).lower(lora_up).compile()
         return lambda: jax.block_until_ready(compiled(lora_up))
+
+
+class PlanChecks(PlanCase):
+    """The handlers' checks on the attributes (cuda/plan.cc), decoded by XLA as on the GPU: they
+    accept what the planner makes and refuse everything else, at compile where that is possible."""
 
     def test_every_plan_of_the_planner_is_accepted(self):
         kinds = [("nvfp4", 16, "float8_e4m3fn"), ("mxfp4", 32, "float8_e8m0fnu")]
@@ -606,7 +622,7 @@ class PlanChecks(HostTest):
         ("smem_bytes", 1024, "inside"),
         ("q_rows", 8, "quantizer 1 8 rows"),
         ("q_smem_bytes", 0, "quantizer"),
-        ("q_kernel", 2, "before kernel sm90_v2"),
+        ("q_kernel", 2, "before kernels sm90_v2 and sm90_decode"),
         ("q_kernel", 3, "quantizer 3"),
     )
     def test_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
@@ -880,6 +896,112 @@ class PlanChecks(HostTest):
             self.compile(plan_attrs, spec_attrs, rank)()
 
 
+class DecodePlanChecks(PlanCase):
+    """The same of kernel sm90_decode and its quantizer."""
+
+    PATHS = (
+        ("mxfp4", None), ("nvfp4", None), ("nvfp4", "fastest"), ("int4", None),
+    )  # fmt: skip
+
+    def decode_attrs(self, format="mxfp4", rank=32, k_pad=1056, precision=None, m=9, **kw):
+        block, scale = {
+            "nvfp4": (16, "float8_e4m3fn"),
+            "mxfp4": (32, "float8_e8m0fnu"),
+            "int4": (k_pad, "float16"),
+        }[format]
+        return self.attrs(
+            format, rank, m, k_pad, block, scale, kernel="sm90_decode", precision=precision, **kw
+        )
+
+    @parameterized.product(path=PATHS, rank=(0, 16, 256), cluster=(1, 2), quantizer=(None, 1, 2))
+    def test_every_decode_plan_is_accepted(self, path, rank, cluster, quantizer):
+        format, precision = path
+        forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
+        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), (1, 12, 30, 64)):
+            with self.subTest(tile_n=tile_n, m=m):
+                try:
+                    attrs = self.decode_attrs(
+                        format, rank, 2080, precision, m, tile_n=tile_n, **forced
+                    )
+                except plan.DoesNotFitError:
+                    continue
+                self.compile(*attrs, rank)()
+
+    def test_every_decode_quantizer_is_accepted(self):
+        seen = set()
+        for k_pad, rank in itertools.product((32, 4096, 4128, 8224, 14336, 28672), (0, 16, 256)):
+            attrs = self.decode_attrs(rank=rank, k_pad=k_pad)
+            self.assertEqual(attrs[0]["q_kernel"], 5)
+            self.compile(*attrs, rank)()
+            seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
+        self.assertEqual(seen, set(plan.budget.DECODE_QUANTIZER_SHAPES))
+
+    @parameterized.parameters(
+        ("cc", 100, "FAILED_PRECONDITION.*kernel 4 runs on sm_90 only"),
+        ("tile_m", 24, "INVALID_ARGUMENT.*tile .24, "),
+        ("tile_n", 136, "INVALID_ARGUMENT.*tile .16, 136"),
+        ("tile_n", 60, "INVALID_ARGUMENT.*tile .16, 60"),
+        ("tile_k", 128, "INVALID_ARGUMENT.*tile_k 128"),
+        ("cluster", 3, "INVALID_ARGUMENT.*cluster 3"),
+        ("cluster", 0, "INVALID_ARGUMENT.*cluster 0"),
+        ("threads", 384, "INVALID_ARGUMENT.*384 threads"),
+        ("main_stages", 1, "INVALID_ARGUMENT.*main 1"),
+        ("main_stages", 17, "INVALID_ARGUMENT.*main 17"),
+        ("lora_stages", 1, "INVALID_ARGUMENT.*lora 1"),
+        ("store_stages", 0, "INVALID_ARGUMENT.*store 0"),
+        ("group_m", 1, "INVALID_ARGUMENT.*group_m 1"),
+        ("path", 2, "INVALID_ARGUMENT.*no path 2"),
+        ("promote_k", 128, "INVALID_ARGUMENT.*promote_k 128"),
+    )
+    def test_decode_refused_at_compile(self, key, value, text):
+        plan_attrs, spec_attrs = self.decode_attrs(tile_n=64, cluster=1)
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(plan_attrs, spec_attrs)
+
+    def test_more_ctas_than_stages_of_k(self):
+        plan_attrs, spec_attrs = self.decode_attrs(k_pad=256, tile_n=64, cluster=1)
+        plan_attrs["cluster"] = 2
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "a stage of K for each CTA"):
+            self.compile(plan_attrs, spec_attrs)
+
+    @parameterized.parameters(
+        ("off_weight", 1024, "weight at offset 1024"),
+        ("off_act", 0, "weight overlap act"),
+        ("off_act", 512, "1024-byte aligned"),
+        ("bytes_act", 128, "of act at"),
+        ("bytes_weight", 128, "of weight at"),
+        ("stage_bytes", 1000, "multiple of 1024"),
+        ("stage_bytes", 1024, "of weight"),
+        ("off_weight_scale", 0, "main ring overlap weight_scale"),
+        ("bytes_weight_scale", 64, "of weight_scale"),
+        ("off_act_scale", 0, "main ring overlap act_scale"),
+        ("off_lora_act", 0, "main ring overlap lora_act"),
+        ("off_aux", 0, "main ring overlap aux"),
+        ("off_barriers", 0, "main ring overlap barriers"),
+        ("off_store", 1 << 17, "of store|overlap store"),
+        ("bytes_store", 128, "of store"),
+        ("smem_bytes", 1 << 16, "inside"),
+        ("q_rows", 2, "quantizer 5 2 rows"),
+        ("q_warps", 4, "4 warps"),
+        ("q_smem_bytes", 4, "quantizer 5"),
+        ("down_cluster", 4, "LoRA-down cluster 4"),
+        ("down_stages", 2, "2 stages"),
+    )
+    def test_decode_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.decode_attrs(tile_n=64, cluster=1)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_quantizer_five_before_another_kernel(self):
+        plan_attrs, spec_attrs = self.v2_attrs(tile_m=64)
+        plan_attrs["q_kernel"] = 5
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "belongs to kernel sm90_decode"):
+            self.compile(plan_attrs, spec_attrs)()
+
+
 GATE = ROOT / "cuda" / "ptxas_gate.py"
 
 
@@ -926,5 +1048,8 @@ class PtxasGate(parameterized.TestCase):
     def test_compiled_tiles_are_those_of_the_planner(self):
         paths = plan.budget.V2_PATHS.values()
         self.assertEqual({p.name: sorted(p.tiles) for p in paths}, compiled_tiles())
+        tiles = sorted(plan.budget.DECODE_TOKENS)
+        want = dict.fromkeys(plan.budget.DECODE_PATHS, tiles)
+        self.assertEqual(compiled_decode_tiles(), want)
         grouped = {p.name: sorted(p.grouped_tiles) for p in paths if p.grouped_tiles}
         self.assertEqual(grouped, compiled_tiles("GROUPED"))

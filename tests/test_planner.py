@@ -242,16 +242,22 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertLessEqual(solved.smem_bytes + 1024 + 20544 + 1024, 228 * 1024)
 
     @parameterized.parameters(
-        (4096, 4096, 32), (14336, 4096, 112), (4096, 14336, 32), (8192, 8192, 64),
-        (16384, 16384, 128), (3072, 8192, 24), (5120, 5120, 40), (11008, 4096, 88),
-        (28672, 8192, 112),
+        (4096, 4096, 1, 32, 1), (14336, 4096, 1, 112, 1), (8192, 8192, 1, 64, 1),
+        (16384, 16384, 1, 128, 1), (4096, 14336, 1, 64, 2), (4096, 4096, 64, 64, 2),
+        (11008, 4096, 1, 112, 1), (28672, 8192, 1, 112, 1),
     )  # fmt: skip
-    def test_rows_fill_the_chip(self, n, k, tile_n):
-        """No wave is left with fewer than 95 % of the SMs."""
-        solved = self.solve(n=n, k=k)
-        self.assertEqual(solved.tile_n, tile_n)
-        where = planner.schedule(1, n, 8, tile_n, 1, targets.get("sm_90"))
-        self.assertGreaterEqual(where.fill, 0.95)
+    def test_rows_and_shares_of_k_fill_the_chip(self, n, k, m, tile_n, cluster):
+        """Nearly every SM has a CTA in every wave."""
+        solved = self.solve(n=n, k=k, m=m)
+        self.assertEqual((solved.tile_n, solved.cluster), (tile_n, cluster))
+        where = planner.schedule(m, n, 8, tile_n, cluster, targets.get("sm_90"))
+        self.assertGreaterEqual(where.fill, 0.75)
+
+    @parameterized.product(n=(1, 77, 1000, 5120, 60000), k=(32, 288, 4096, 28672), m=(1, 64))
+    def test_every_shape_has_a_plan(self, n, k, m):
+        solved = self.solve(n=n, k=k, m=m)
+        self.assertGreaterEqual(solved.main_stages, 2)
+        self.assertLessEqual(solved.cluster, -(-k // solved.tile_k))
 
     @parameterized.parameters(
         # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums
@@ -261,7 +267,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         (128, 256, 16384, 2048, 128 * 129, 2 * 8 * 132 * 4),
     )
     def test_account(self, tile_n, tile_k, weight, act, scales, sums):
-        solved = self.solve(forced={"tile_n": tile_n}.items())
+        solved = self.solve(forced={"tile_n": tile_n, "cluster": 1}.items())
         attrs = solved.ffi_attrs()
         self.assertEqual((attrs["kernel"], attrs["path"], solved.tile_k), (4, 1, tile_k))
         self.assertEqual((attrs["bytes_weight"], attrs["bytes_act"]), (weight, act))
@@ -271,6 +277,15 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(attrs["bytes_aux"], 16 * tile_n)
         self.assertEqual(attrs["off_store"], 0)
         self.assertLessEqual(weight * solved.main_stages, 98304)
+
+    def test_two_ctas_have_half_of_the_scales(self):
+        one, two = (self.solve(k=5120, forced={"tile_n": 64, "cluster": c}.items()) for c in (1, 2))
+        self.assertEqual(one.region("weight_scale").bytes_per_stage, 160 * 65)
+        self.assertEqual(two.region("weight_scale").bytes_per_stage, 80 * 65)
+        self.assertEqual(two.ffi_attrs()["cluster"], 2)
+        without = self.solve(k=5120, rank=0, forced={"tile_n": 64, "cluster": 2}.items())
+        # The peer's sums lie where the low-rank product would.
+        self.assertEqual(without.region("lora_act").bytes_per_stage, 8 * 68 * 4)
 
     @parameterized.parameters(
         ({"m": 65}, "65 rows, it takes 1 to 64"),
@@ -294,7 +309,7 @@ class Sm90DecodeTest(parameterized.TestCase):
             self.solve(kernel="sm90_decode", **changes)
 
     @parameterized.parameters(
-        ({}, 4), ({"x_dtype": "float32"}, 1), ({"lora_smoothed": True}, 1), ({"k": 4092}, 1),
+        ({}, 5), ({"x_dtype": "float32"}, 1), ({"lora_smoothed": True}, 1), ({"k": 4092}, 1),
         ({"forced": {"quantizer": 2}.items()}, 2), ({"forced": {"quantizer": 1}.items()}, 1),
     )  # fmt: skip
     def test_quantizer(self, changes, kernel):
@@ -311,7 +326,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual((q.lane_chunks, q.warps, q.rows), (chunks, warps, 1))
         self.assertGreaterEqual(q.lane_chunks * q.warps * 32 * 8, k)
 
-    def test_quantizer_four_is_its_own(self):
+    def test_quantizer_five_is_its_own(self):
         with self.assertRaisesRegex(ValueError, "quantizer 5 belongs to sm90_decode"):
             plan.solve(problem(m=1000), "sm_90", quantizer=5)
 

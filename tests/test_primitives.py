@@ -312,6 +312,30 @@ class CudaLoweringTest(parameterized.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "no int4 path.*implementation='xla'"):
             cuda_text(lambda x: matmul(x, w, implementation="sm100_v2"), x)
 
+    @mock.patch.dict("os.environ", JAX_W4A4_TARGET="sm_103")
+    def test_blackwell_workspace(self):
+        """Scale factors of both operands are results of the call: atoms of 512 bytes, 128 rows and
+        four blocks each, whole stages of 256. From x the plain scales are left out."""
+        x = cases.activation(130, K, dtype="bfloat16")
+        w = cases.weight(N, K, "nvfp4", rank=RANK)
+        text = cuda_text(matmul, x, w)
+        results = "-> (tensor<130x24xbf16>, tensor<130x48xui8>, tensor<0x6xf8E4M3FN>, "
+        atoms = "tensor<8x512xui8>, tensor<4x512xui8>)"
+        self.assertIn(f"{results}tensor<130x8xbf16>, {atoms}", text)
+
+        def shared(x, w):
+            return matmul(quantize_activation(x, w), w)
+
+        text = cuda_text(shared, x, w)
+        self.assertEqual(sorted(ffi_calls(text)), ["jax_w4a4.gemm.v3", "jax_w4a4.quantize.v3"])
+        self.assertIn(f"-> (tensor<130x24xbf16>, {atoms}", text)
+        lines = {line.split("@")[1].split("(")[0]: line for line in text.splitlines()
+                 if "@jax_w4a4." in line}  # fmt: skip
+        self.assertIn("kernel = 2 : i64", lines["jax_w4a4.gemm.v3"])
+        quantize = lines["jax_w4a4.quantize.v3"]
+        self.assertIn("kernel = 10 : i64", quantize)
+        self.assertIn("q_kernel = 3 : i64", quantize)
+
     @mock.patch.dict("os.environ", JAX_W4A4_TARGET="sm_120")
     def test_target_without_plan(self):
         """No kernel for the chip: the reference with a reason, or an error if asked for."""

@@ -27,6 +27,7 @@ MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")
 GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)ELi(\d+)EE")
 GROUPED = re.compile(r"grouped_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)EE")
 BLACKWELL = re.compile(r"sm100\d+gemm_kernelILi(\d)ELi(\d+)ELi(\d+)EE")
+DECODE = re.compile(r"decode_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)ELi(\d+)EE")
 DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)EE")
 # operand of V2Path -> what the instruction is called
 OPCODES = {
@@ -123,6 +124,38 @@ class TestGemm:
             assert main in loops, (name, loops)
             assert lora in loops, (name, loops)
             assert len(mmas(code)) == len(main) + len(lora), name
+
+
+@needs_kernels
+class TestDecode:
+    def test_every_compiled_instance_is_there(self, kernels):
+        seen = collections.Counter()
+        for name in kernels:
+            if match := DECODE.search(name):
+                seen[match[1], int(match[2]), int(match[3])] += 1
+        want = {
+            (path, tile, rows): 1
+            for path in budget.DECODE_PATHS
+            for tile in budget.DECODE_TOKENS
+            for rows in (32, 64, 128)
+        }
+        assert dict(seen) == want
+
+    def test_main_and_low_rank_loops(self, kernels):
+        """A warpgroup's share of a stage of K, all of it in one loop; the low-rank product is on
+        mma.sync."""
+        for name, code in kernels.items():
+            match = DECODE.search(name)
+            if match is None:
+                continue
+            path = budget.V2_PATHS[match[1]]
+            opcode, types = OPCODES[path.operand]
+            k = 16 if opcode == "HGMMA" else 32
+            _, groups, boxes = budget.decode_shape(int(match[3]))
+            main = [(opcode, int(match[2]), k, types)] * (256 * boxes // groups // k)
+            assert main in inner_loops(code), name
+            assert len(mmas(code)) == len(main), name
+            assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
 
 
 @needs_kernels

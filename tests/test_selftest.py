@@ -37,8 +37,9 @@ class ProbeTest(parameterized.TestCase):
 
     @parameterized.parameters(*NAMES)
     def test_results_are_exact(self, name):
-        for kind in probes.KINDS:
-            for call in probes.BY_NAME[name].calls(kind, name != "ring"):
+        sizes = (probes.SMALL, probes.FEW, *([] if name == "ring" else [probes.LARGE]))
+        for kind, size in itertools.product(probes.KINDS, sizes):
+            for call in probes.BY_NAME[name].calls(kind, size):
                 self.assertEqual(call.k % (kind.block or 32), 0)
                 np.testing.assert_array_equal(call.want, call.want.astype(np.float32))
                 if name != "rounding":
@@ -63,7 +64,7 @@ class ProbeTest(parameterized.TestCase):
     def test_messages_spell_the_index(self):
         """Two tokens change places: the message names both."""
         probe = probes.BY_NAME["tokens"]
-        calls = list(probe.calls(probes.KINDS[0], False))
+        calls = list(probe.calls(probes.KINDS[0], probes.SMALL))
         results = []
         for call in calls:
             bits = probes.bf16(call.want)
@@ -75,14 +76,14 @@ class ProbeTest(parameterized.TestCase):
 
     def test_an_unwritten_cell_is_wrong(self):
         probe = probes.BY_NAME["store"]
-        calls = list(probe.calls(probes.KINDS[0], False))
+        calls = list(probe.calls(probes.KINDS[0], probes.SMALL))
         results = [probes.bf16(c.want) for c in calls]
         results[-1][-1, -1] = 0xFFFF
         self.assertLen(probes.mismatches(probe, calls, results), 1)
 
     def test_exact_data_fits_the_fp8_accumulator(self):
         """Thirteen bits below the largest term: sums of halves stay below 2^12."""
-        for kind, (m, n, k, _) in itertools.product(probes.KINDS, parts.EXACT):
+        for kind, (m, n, k, _) in itertools.product(probes.KINDS, parts.EXACT + parts.EXACT_FEW):
             call = parts.exact_call(kind, m, n, formats.padded_k(k, kind.block), 1, 0)
             arrays = {name: call.arrays[name] for name in call.arrays if "lora" not in name}
             arrays |= {"channel_scale": np.ones(n), "bias": np.zeros(n)}
@@ -173,14 +174,19 @@ class VariantTest(parameterized.TestCase):
             found = list(session.variants(kind))
             self.assertNotEmpty(session.smallest(kind, 1))
             for variant, rank in itertools.product(found, (0, 32, 128)):
-                problem = session.problem(kind, 300, 600, 1152, 1152, rank)
+                m = 64 if variant.few else 300
+                problem = session.problem(kind, m, 600, 1152, 1152, rank)
+                self.assertTrue(session.takes(variant, problem), variant)
                 solved = session.plan(variant, problem)
                 self.assertIsNone(primitives._missing_kernel(solved, cc))
+                self.assertEqual(solved.kernel, variant.kernel)
         names = {variant.kernel for variant in found}
         pairs = {variant.kernel for variant in found if variant.cluster == 2}
         if target == "sm_90":
-            self.assertEqual(names, built)
-            self.assertEqual(pairs, {"sm90_v2"})
+            path = plan.budget.v2_path(session.problem(kind, 8, 8, 256, 256, 0)).name
+            few = {"sm90_decode"} if path in plan.budget.DECODE_PATHS else set()
+            self.assertEqual(names, built - {"sm90_decode"} | few)
+            self.assertLessEqual({"sm90_v2"}, pairs)
         elif kind.format == "int4":
             self.assertEqual(names, {"sm100_v1"})
         else:

@@ -184,7 +184,7 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
 }
 
 // smem: in the order of DecodeSmem.
-int emulator_decode(int path, int tile_m, int tile_n, const void* act,
+int emulator_decode(int path, int tile_m, int tile_n, int splits, const void* act,
                     const float* token_scale, const WeightRows* rows,
                     const uint8_t* weight, const void* lora_act,
                     const void* lora_up, void* out, int64_t m, int64_t n,
@@ -203,6 +203,7 @@ int emulator_decode(int path, int tile_m, int tile_n, const void* act,
   p.k_pad = k_pad;
   p.rank = rank;
   p.tile_n = tile_n;
+  p.splits = splits;
   p.stages = stages;
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4],
             smem[5], smem[6], smem[7], smem[8]};

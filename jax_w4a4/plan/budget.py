@@ -41,6 +41,7 @@ __all__ = [
     "decode_cta_bytes",
     "decode_quantizer",
     "decode_shape",
+    "decode_steps",
     "down_sm100",
     "down_v2",
     "lora_steps",
@@ -630,7 +631,9 @@ def decode_shape(tile_n: int) -> tuple[int, int, int]:
 
 
 def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
-    """The Hopper kernel for few tokens (cuda/sm90_decode.cuh): a CTA per SM streams weight rows.
+    """The Hopper kernel for few tokens (cuda/sm90_decode.cuh): one CTA per SM streams its weights.
+
+    The CTAs of a cluster have the same rows and divide K.
 
     The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
     the CTA are resident. The four warpgroups divide K, and their sums lie over the ring.
@@ -642,7 +645,9 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     main = config.main_stages
     slab = m * (rows + 4) * 4
     block = 0 if path.operand == "s8" else problem.block_size
-    scales = _align(problem.k_pad, k) // block * (n + 1) if block else 0
+    steps = decode_steps(problem, config)
+    scales = steps * k // block * (n + 1) if block else 0
+    addend = slab if problem.rank or config.cluster > 1 else 0
 
     def row(*args, **kwargs) -> Row:
         return _row(target, *args, **kwargs)
@@ -657,7 +662,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             scales,
             1 if scales else 0,
             "kernel",
-            f"K/{block}*(tile_n+1), all of the tile's" if block else "in aux, one per row",
+            f"K/{block}*(tile_n+1), all of the CTA's" if block else "in aux, one per row",
         ),
         row(
             "activation_scale",
@@ -671,10 +676,10 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
         row("lora_up", 0, 0, "kernel", "from L2 into registers"),
         row(
             "lora_act",
-            slab if problem.rank else 0,
-            1 if problem.rank else 0,
+            addend,
+            1 if addend else 0,
             "kernel",
-            f"tile_m*{rows + 4}*4, the low-rank product in fp32",
+            f"tile_m*{rows + 4}*4, the low-rank product and the peer's sums in fp32",
         ),
         row(
             "store",
@@ -1030,6 +1035,12 @@ def step_flops(config: Config) -> int:
     return 2 * config.tile_m * config.tile_n * config.tile_k
 
 
+def decode_steps(problem: Problem, config: Config) -> int:
+    """Main-loop steps of one CTA of sm90_decode."""
+    steps = -(-problem.k_pad // config.tile_k)
+    return -(-steps // config.cluster)
+
+
 def weight_stage_bytes(config: Config) -> int:
     """4-bit weights of one main-loop step of one group."""
     return config.tile_n * config.tile_k // 2
@@ -1038,12 +1049,13 @@ def weight_stage_bytes(config: Config) -> int:
 def decode_cta_bytes(problem: Problem, config: Config) -> int:
     """Weights and block scales that a CTA of sm90_decode reads."""
     scale = ITEMSIZE[problem.scale_dtype]
-    return config.tile_n * (problem.k_pad // 2 + problem.k_pad // problem.block_size * scale)
+    row = problem.k_pad // 2 + problem.k_pad // problem.block_size * scale
+    return config.tile_n * row // config.cluster
 
 
 def decode_act_bytes(problem: Problem, config: Config) -> int:
     """Activations that a CTA of sm90_decode reads, out of L2."""
-    return config.tile_m * row_bytes(problem)
+    return config.tile_m * row_bytes(problem) // config.cluster
 
 
 def output_tile_bytes(problem: Problem, config: Config) -> int:
@@ -1153,7 +1165,11 @@ class Design:
         """The candidates that the design has for a problem."""
         if self.decode:
             least = min((t for t in DECODE_TOKENS if problem.m and t >= problem.m), default=0)
-            return tuple(t for t in self.tiles if t[0] == least)
+            return tuple(
+                t
+                for t in self.tiles
+                if t[0] == least and (t[2] == 1 or problem.k_pad > self.step(problem, t[1]))
+            )
         path = v2_path(problem) if self.private_layout else None
         if path is None:
             return self.tiles
@@ -1239,7 +1255,12 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 implemented=True,
                 ccs=frozenset({90}),
                 rows=sm90_decode,
-                tiles=tuple((m, n, 1) for m in DECODE_TOKENS for n in range(128, 0, -8)),
+                tiles=tuple(
+                    (m, n, cluster)
+                    for m in DECODE_TOKENS
+                    for n in range(128, 0, -8)
+                    for cluster in (1, 2)
+                ),
                 tile_k={},
                 threads=640,
                 align=128,
@@ -1256,7 +1277,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 decode=True,
                 # Two CTAs of up to 115712 bytes fit an SM's 228 KB with 1 KB reserved for each.
                 least_smem=115840,
-                # Quantizer 4 has 20544 bytes, and 1 KB is reserved.
+                # Quantizer 5 has 20544 bytes, and 1 KB is reserved.
                 spare_smem=21568,
                 most_weight_bytes=_DECODE_IN_FLIGHT,
             ),

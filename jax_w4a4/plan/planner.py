@@ -101,14 +101,16 @@ _V2_EPILOGUE_S = 5e-9
 # Design.group_m of sm90_v2, same data: up to 6 % faster than one group of 22 when the chip runs
 # hot, equal otherwise. sm100_v2 takes it over, unmeasured.
 
-# sm90_decode: seconds of a wave before and after its stream, bytes per second of the chip, of one
-# SM and of L2, seconds of a warpgroup for 64 rows of 128 K and for each token of them.
-_DECODE_FIXED_S = 2.5e-6
-_DECODE_CHIP_BYTES_S = 4.55e12
-_DECODE_SM_BYTES_S = 36e9
-_DECODE_L2_BYTES_S = 5.5e12
-_DECODE_RECORD_S = 0.38e-6
-_DECODE_TOKEN_S = 1.5e-9
+# sm90_decode: seconds of a wave before and after its stream, and of two CTAs that meet; bytes per
+# second of the chip, of one SM and of L2; seconds of a stage by the most rows of a CTA, and of each
+# token in it; latency of a stage under load. Fitted to an H200 (docs/notes.md).
+_DECODE_FIXED_S = 3e-6
+_DECODE_MEET_S = 0.8e-6
+_DECODE_CHIP_BYTES_S = 4.5e12
+_DECODE_SM_BYTES_S = 33e9
+_DECODE_L2_BYTES_S = 10e12
+_DECODE_STEP_S = {32: (0.56e-6, 6e-9), 64: (0.44e-6, 3e-9), 128: (0.44e-6, 3e-9)}
+_DECODE_LATENCY_S = 2e-6
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -977,28 +979,26 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
 
 
 def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
-    """Model of sm90_decode: the slowest of memory, one SM's share, expansion and L2, per wave."""
-    where = schedule(config.tile_m, problem.n, config.tile_m, config.tile_n, 1, target)
+    """Model of sm90_decode: a wave takes the slowest of memory, an SM's share, expansion and L2."""
+    cluster = config.cluster
+    where = schedule(config.tile_m, problem.n, config.tile_m, config.tile_n, cluster, target)
+    ctas = min(where.tiles, where.groups) * cluster
     per_cta = budget.decode_cta_bytes(problem, config)
-    steps = -(-problem.k_pad // config.tile_k)
-    share = steps * _decode_step_seconds(config)
-    activations = min(where.tiles, where.groups) * budget.decode_act_bytes(problem, config)
-    return where.waves * (
-        _DECODE_FIXED_S
-        + max(
-            min(where.tiles, where.groups) * per_cta / _DECODE_CHIP_BYTES_S,
-            per_cta / _DECODE_SM_BYTES_S,
-            share,
-            activations / _DECODE_L2_BYTES_S,
-        )
+    stream = max(
+        ctas * per_cta / _DECODE_CHIP_BYTES_S,
+        per_cta / _DECODE_SM_BYTES_S,
+        budget.decode_steps(problem, config) * _decode_step_seconds(config),
+        ctas * budget.decode_act_bytes(problem, config) / _DECODE_L2_BYTES_S,
     )
+    fixed = _DECODE_FIXED_S + (_DECODE_MEET_S if cluster > 1 else 0.0)
+    return where.waves * (fixed + stream)
 
 
 def _decode_step_seconds(config: Config) -> float:
-    """What the four warpgroups need for a stage, whatever the memory does."""
-    rows, _, boxes = budget.decode_shape(config.tile_n)
-    records = boxes * rows / 128  # of 128 K and 64 rows, per warpgroup
-    return records * (_DECODE_RECORD_S + config.tile_m * _DECODE_TOKEN_S)
+    """What the four warpgroups need for a stage, whatever the memory does; two stages hide less."""
+    step, token = _DECODE_STEP_S[budget.decode_shape(config.tile_n)[0]]
+    exposed = _DECODE_LATENCY_S / max(config.main_stages, 1)
+    return max(step + config.tile_m * token, exposed)
 
 
 def _reasons(

@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -37,7 +38,8 @@ class NoGpuError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A kernel with a tile; no kernel stands for the jnp reference."""
+    """A kernel with a tile, or what the planner chooses where a side is 0; no kernel stands for the
+    jnp reference."""
 
     kernel: str | None
     tile_m: int = 0
@@ -47,7 +49,19 @@ class Variant:
     def __str__(self) -> str:
         if self.kernel is None:
             return "reference"
-        return f"{self.kernel} {self.tile_m}x{self.tile_n} on {self.cluster} CTA"
+        tile = "x".join(str(side or "*") for side in (self.tile_m, self.tile_n))
+        return f"{self.kernel} {tile} on {self.cluster} CTA"
+
+    @property
+    def few(self) -> bool:
+        """Whether the kernel is made for few tokens."""
+        return self.kernel is not None and plan.budget.DESIGNS[self.kernel].decode
+
+    @property
+    def sizes(self) -> probes.Sizes:
+        if self.kernel is None:
+            return probes.SMALL
+        return probes.FEW if self.few else probes.LARGE
 
 
 @functools.partial(
@@ -146,21 +160,33 @@ class Session:
                 yield Variant(None)
             return
         for kernel in self.kernels():
-            design = plan.budget.DESIGNS[kernel]
-            problem = self.problem(kind, 72, 136, probes.K, probes.K, 64)
-            try:
-                tiles = design.tiles_of(problem)
-            except KeyError:
-                continue
+            tiles = plan.budget.DESIGNS[kernel].tiles
+            if Variant(kernel).few:
+                # Its tiles follow from M and N.
+                tiles = tuple((0, 0, cluster) for cluster in sorted({t[2] for t in tiles}))
             for tile in tiles:
                 variant = Variant(kernel, *tile)
-                if variant.cluster not in clusters:
-                    continue
-                try:
-                    self.plan(variant, problem)
-                except (NotImplementedError, ValueError):
-                    continue
-                yield variant
+                m = 8 if variant.few else 72
+                problem = self.problem(kind, m, 136, 2 * probes.K, 2 * probes.K, 64)
+                if variant.cluster in clusters and self.takes(variant, problem):
+                    yield variant
+
+    def takes(self, variant: Variant, problem: plan.Problem) -> bool:
+        """Whether the variant has a plan for a problem."""
+        try:
+            self.plan(variant, problem)
+        except (NotImplementedError, ValueError):
+            return False
+        return True
+
+    def calls(self, variant: Variant, calls: Iterable[Call]) -> Iterator[Call]:
+        """Those that the variant takes."""
+        for one in calls:
+            if self.takes(variant, self.problem_of(one)):
+                yield one
+
+    def problem_of(self, call: Call) -> plan.Problem:
+        return self.problem(call.kind, call.m, call.n, call.k, call.k, call.rank)
 
     def smallest(self, kind: Kind, cluster: int) -> list[Variant]:
         """Of each kernel the smallest tile."""
@@ -175,7 +201,6 @@ class Session:
         """bf16 bits of y."""
         kind = call.kind
         spec = self.spec(kind, call.k, call.k)
-        problem = self.problem(kind, call.m, call.n, call.k, call.k, call.rank)
 
         def array(name: str, dtype: str, shape: tuple[int, ...]) -> jax.Array:
             if name not in call.arrays:
@@ -198,7 +223,7 @@ class Session:
             vector("bias"),
         ]
         y, *_ = _run(
-            _gemm, operands, spec=spec, plan=self.plan(variant, problem),
+            _gemm, operands, spec=spec, plan=self.plan(variant, self.problem_of(call)),
             implementation="cuda" if variant.kernel else "xla",
         )  # fmt: skip
         return np.asarray(y).view(np.uint16)
@@ -249,9 +274,8 @@ def preflight(session: Session) -> Outcome:
         archs = {arch.rstrip("af") for arch in _ffi.build_info()["cuda_archs"]}
         cc = str(session.target.cc)
         out.check(cc in archs, f"the build has machine code for {sorted(archs)}, not for {cc}")
-    one = next(iter(probes.BY_NAME["store"].calls(KINDS[0], False)))
     for variant in session.smallest(KINDS[0], 1):
-        session.gemm(one, variant)
+        session.gemm(next(probes.BY_NAME["store"].calls(KINDS[0], variant.sizes)), variant)
         out.checks += 1
     return out
 
@@ -264,8 +288,8 @@ def probe(session: Session, which: Probe) -> Outcome:
 
 
 def _probe(session: Session, out: Outcome, which: Probe, kind: Kind, variants: list) -> None:
-    calls = list(which.calls(kind, session.target is not None)) if variants else []
     for variant in variants:
+        calls = list(session.calls(variant, which.calls(kind, variant.sizes)))
         results = [session.gemm(call, variant) for call in calls]
         wrong = probes.mismatches(which, calls, results)
         out.checks += len(calls)
@@ -301,21 +325,25 @@ def exact_call(kind: Kind, m: int, n: int, k: int, rank: int, seed: int) -> Call
 
 # M, N, K before padding, rank; the first for every tile.
 EXACT = ((300, 600, 1056, 128), (1, 8, 32, 0), (70, 264, 416, 32), (257, 129, 608, 0))
+EXACT_FEW = ((48, 600, 1056, 128), (1, 8, 32, 0), (13, 264, 416, 32), (64, 129, 608, 0))
 
 
 def exact(session: Session) -> Outcome:
     """ragged sizes, ranks 0, 32, 128, every kernel and tile, bit for bit"""
     out = Outcome()
     for kind in KINDS:
-        variants = list(session.variants(kind))
-        few = session.smallest(kind, 1) + session.smallest(kind, 2)
-        for i, (m, n, k, rank) in enumerate(EXACT if variants else ()):
-            one = exact_call(kind, m, n, formats.padded_k(k, kind.block), rank, k + rank)
-            for variant in variants if i == 0 else few:
+        smallest = session.smallest(kind, 1) + session.smallest(kind, 2)
+        for variant in session.variants(kind):
+            shapes = EXACT_FEW if variant.few else EXACT
+            calls = (
+                exact_call(kind, m, n, formats.padded_k(k, kind.block), rank, k + rank)
+                for m, n, k, rank in (shapes if variant in smallest else shapes[:1])
+            )
+            for one in session.calls(variant, calls):
                 wrong = session.gemm(one, variant) != probes.bf16(one.want)
                 out.check(
                     not wrong.any(),
-                    f"{kind}, {variant}, {one.m}x{one.k}x{one.n} r{rank}: "
+                    f"{kind}, {variant}, {one.m}x{one.k}x{one.n} r{one.rank}: "
                     f"{np.count_nonzero(wrong)} of {wrong.size} cells are wrong",
                 )
     return out
@@ -340,7 +368,9 @@ def random(session: Session) -> Outcome:
     for kind in KINDS:
         few = session.smallest(kind, 1) + session.smallest(kind, 2)
         for variant in few:
-            one = random_call(kind, 200, 264, formats.padded_k(1056, kind.block), 32)
+            one = random_call(
+                kind, 13 if variant.few else 200, 264, formats.padded_k(1056, kind.block), 32
+            )
             bound = np.abs(one.want) * 2.0**-8
             bound += _magnitude(one) * _sum_loss(session, kind, variant)
             got = probes.from_bf16(session.gemm(one, variant)).astype(float)
@@ -435,7 +465,7 @@ def quantizer(session: Session) -> Outcome:
     cpu = jax.local_devices(backend="cpu")[0]
     quantize = jax.jit(reference.quantize_activation_ref, static_argnames="spec")
     for kind in KINDS:
-        for m, k, rank in ((70, 416, 32), (300, 1032, 0), (257, 2048, 128)):
+        for m, k, rank in ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32)):
             n = 264
             run, operands, spec = _whole(session, kind, m, n, k, rank, k)
             if run is None:
@@ -489,13 +519,14 @@ def _digest(y: jax.Array) -> str:
 
 
 def _loops(session: Session) -> dict[str, Callable[[], jax.Array]]:
-    """Whole calls that keep every SM busy, one per format."""
+    """Whole calls that keep every SM busy, per format, and such of few tokens."""
     out = {}
-    m, n, k = (1100, 2184, 1280) if session.target is not None else (40, 72, 160)
-    for i, kind in enumerate(KINDS):
-        run, *_ = _whole(session, kind, m, n, k, 128 if i % 2 else 32, i)
+    on_gpu = session.target is not None
+    n, k = (2184, 1280) if on_gpu else (72, 160)
+    for i, (kind, m) in enumerate(itertools.product(KINDS, (1100, 16) if on_gpu else (40,))):
+        run, *_ = _whole(session, kind, m, n, k, 128 if i // 2 % 2 else 32, i)
         if run is not None:
-            out[str(kind)] = run
+            out[f"{kind}, {m} tokens"] = run
     return out
 
 

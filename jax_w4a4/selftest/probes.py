@@ -164,15 +164,26 @@ def call(
 # The probes
 # ------------------------------------------------------------------------------------------------
 
-# M, N; 77 columns are no multiple of 16 bytes.
-SHAPES = ((72, 136), (37, 77), (1, 8))
-# On a GPU the first has more than one tile of every kernel, and both halves of a pair's.
-LARGE = ((333, 392), *SHAPES[1:])
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a probe is run on.
+
+    Attributes:
+      shapes: three pairs (M, N), the second with rows of y that are no multiple of 16 bytes.
+      ring: K, M and N of the probe of many stages and tiles.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    ring: tuple[int, int, int]
 
 
-def _shapes(large: bool) -> tuple[tuple[int, int], ...]:
-    return LARGE if large else SHAPES
-
+_TAILS = ((37, 77), (1, 8))
+SMALL = Sizes(((72, 136), *_TAILS), (64 * 2 * 7, 200, 264))
+# For a GPU: more than one tile of every kernel and both halves of a pair's, several tiles per CTA.
+LARGE = Sizes(((333, 392), *_TAILS), (64 * 2 * 37, 2050, 2056))
+# For kernels made for few tokens.
+FEW = Sizes(((13, 392), (5, 77), (1, 8)), (64 * 2 * 37, 16, 4104))
 
 _DIGITS = (0.0, 1.0, 2.0, 4.0)  # both e2m1 and int4 have them
 
@@ -197,24 +208,24 @@ def _digits(count: int) -> Iterator[np.ndarray]:
             return
 
 
-def _store(kind: Kind, large: bool) -> Iterator[Call]:
-    for m, n in _shapes(large):
+def _store(kind: Kind, sizes: Sizes) -> Iterator[Call]:
+    for m, n in sizes.shapes:
         zero = np.zeros((m, K), np.uint8), np.zeros((n, K), np.uint8)
         yield call(kind, *zero, bias=np.arange(n) % 128)
         if n > 128:
             yield call(kind, *zero, bias=np.arange(n) // 128)
 
 
-def _tokens(kind: Kind, large: bool) -> Iterator[Call]:
+def _tokens(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     # Along K everything is constant; 2^-9 = 1 / K.
-    for m, n in _shapes(large)[:2]:
+    for m, n in sizes.shapes[:2]:
         for digit in _digits(m):
             yield call(kind, _coded(kind, m, K, digit), _full(kind, n, K, 1),
                        act_exponents=-4, weight_exponents=-5)  # fmt: skip
 
 
-def _rows(kind: Kind, large: bool) -> Iterator[Call]:
-    for m, n in _shapes(large)[:2]:
+def _rows(kind: Kind, sizes: Sizes) -> Iterator[Call]:
+    for m, n in sizes.shapes[:2]:
         for digit in _digits(n):
             yield call(kind, _full(kind, m, K, 1), _coded(kind, n, K, digit),
                        act_exponents=-4, weight_exponents=-5)  # fmt: skip
@@ -233,15 +244,15 @@ def _ones(kind: Kind, rows: int, vector: np.ndarray) -> np.ndarray:
     return np.repeat((vector * kind.code(1)).astype(np.uint8)[None], rows, axis=0)
 
 
-def _depth(kind: Kind, large: bool) -> Iterator[Call]:
+def _depth(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     rng = np.random.default_rng(0)
     for _ in range(4):
         u, v = _pairing(rng, K)
-        m, n = _shapes(large)[0]
+        m, n = sizes.shapes[0]
         yield call(kind, _ones(kind, m, u), _ones(kind, n, v))
 
 
-def _codes(kind: Kind, large: bool) -> Iterator[Call]:
+def _codes(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     m, n, k = 8, 24, 256
     for code in range(16):
         every, one = np.uint8(code), {"act_exponents": -4, "weight_exponents": -4}
@@ -260,25 +271,25 @@ def _compensated(kind: Kind, rows: int, rng: np.random.Generator):
     return codes, -exponent
 
 
-def _token_scales(kind: Kind, large: bool) -> Iterator[Call]:
+def _token_scales(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     rng = np.random.default_rng(1)
-    m, n = _shapes(large)[0]
+    m, n = sizes.shapes[0]
     for _ in range(2):
         codes, exponents = _compensated(kind, m, rng)
         yield call(kind, codes, _full(kind, n, K, 1), act_exponents=exponents)
 
 
-def _weight_scales(kind: Kind, large: bool) -> Iterator[Call]:
+def _weight_scales(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     rng = np.random.default_rng(2)
-    m, n = _shapes(large)[0]
+    m, n = sizes.shapes[0]
     for _ in range(2):
         codes, exponents = _compensated(kind, n, rng)
         yield call(kind, _full(kind, m, K, 1), codes, weight_exponents=exponents)
 
 
-def _low_rank(kind: Kind, large: bool) -> Iterator[Call]:
+def _low_rank(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     rng = np.random.default_rng(3)
-    m, n = _shapes(large)[0]
+    m, n = sizes.shapes[0]
     act = np.zeros((m, K), np.uint8)
     act[:, :8] = kind.code(1)
     for rank in (64, 128):
@@ -291,9 +302,9 @@ def _low_rank(kind: Kind, large: bool) -> Iterator[Call]:
             )  # fmt: skip
 
 
-def _epilogue(kind: Kind, large: bool) -> Iterator[Call]:
+def _epilogue(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     """The bias makes up for each row's channel scale, so that every cell is 5."""
-    (m, n), rank = _shapes(large)[0], 64
+    (m, n), rank = sizes.shapes[0], 64
     rng = np.random.default_rng(4)
     act = np.zeros((m, K), np.uint8)
     act[:, :3] = kind.code(1)  # the product is 3, alpha 2, the low-rank branch 7
@@ -306,7 +317,7 @@ def _epilogue(kind: Kind, large: bool) -> Iterator[Call]:
     )  # fmt: skip
 
 
-def _rounding(kind: Kind, large: bool) -> Iterator[Call]:
+def _rounding(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     m, n = 8, 24
     for total in (257, 259, 383, 511):  # ties, to even either way, and into the next binade
         for sign in (1, -1):
@@ -315,9 +326,9 @@ def _rounding(kind: Kind, large: bool) -> Iterator[Call]:
             yield call(kind, act, _full(kind, n, K, 1))
 
 
-def _tails(kind: Kind, large: bool) -> Iterator[Call]:
+def _tails(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     unit = kind.block or 32
-    for (m, n), k, rank in zip(SHAPES, (288, 160, 32), (48, 16, 0), strict=True):
+    for (m, n), k, rank in zip(sizes.shapes, (288, 160, 32), (48, 16, 0), strict=True):
         k = padded_k(k, unit if kind.block else None)
         if rank:
             lora = {"lora_act": np.ones((m, rank)), "lora_up": np.ones((n, rank))}
@@ -326,10 +337,10 @@ def _tails(kind: Kind, large: bool) -> Iterator[Call]:
         yield call(kind, _full(kind, m, k, 1), _full(kind, n, k, 1), **lora)
 
 
-def _ring(kind: Kind, large: bool) -> Iterator[Call]:
+def _ring(kind: Kind, sizes: Sizes) -> Iterator[Call]:
     """Blocks of K that meet only their own, K no multiple of the stages, several tiles per CTA."""
     rng = np.random.default_rng(5)
-    k, m, n = (64 * 2 * 37, 2050, 2056) if large else (64 * 2 * 7, 200, 264)
+    k, m, n = sizes.ring
     for _ in range(2):
         u, v = _pairing(rng, k, 64)
         yield call(kind, _ones(kind, m, u), _ones(kind, n, v))
@@ -342,14 +353,14 @@ class Probe:
     Attributes:
       name: of the part.
       assumption: what holds if it passes.
-      calls: builds the calls; `large` asks for sizes that keep a GPU busy.
+      calls: builds the calls.
       index: what the results spell in digits, for messages; None where they are constants.
       base: of those digits.
     """
 
     name: str
     assumption: str
-    calls: Callable[[Kind, bool], Iterator[Call]]
+    calls: Callable[[Kind, Sizes], Iterator[Call]]
     index: str | None = None
     base: int = 4
 

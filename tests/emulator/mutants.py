@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from emulator.product import Case
 
 GEMM = "sm90_gemm_v2.cuh"
+PATHS = "sm90_paths.cuh"
 RING = "sm90_pipeline.cuh"
 WGMMA = "sm90_wgmma.cuh"
 EXPAND = "sm90_expand.cuh"
@@ -226,7 +227,7 @@ MUTANTS = (
     _m("fold keeps flushed blocks' neighbours", "arithmetic", EXACT, "cells",
        (EXPAND, "static_cast<int>(scale) < base_;", "static_cast<int>(scale) <= base_ + 26;")),
     _m("bf16 expansion of the second pair", "arithmetic", NVFP4, "cells",
-       (GEMM, "half1 = expand_e2m1_bf16<3>(word, multiplier);",
+       (PATHS, "half1 = expand_e2m1_bf16<3>(word, multiplier);",
         "half1 = expand_e2m1_bf16<2>(word, multiplier);")),
     _m("odd nibbles", "arithmetic", INT4, "cells",
        (EXPAND, "half1 = prmt(even, odd, 0x7362);", "half1 = prmt(even, odd, 0x7326);")),

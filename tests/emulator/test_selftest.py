@@ -49,6 +49,10 @@ class RightMachine(parameterized.TestCase):
     def test_sm90(self, name):
         self.assertEqual(machine.failures(probes.BY_NAME[name], MXFP4, machine.on_sm90), [])
 
+    @parameterized.parameters(*NAMES)
+    def test_decode(self, name):
+        self.assertEqual(machine.failures(probes.BY_NAME[name], MXFP4, machine.on_decode), [])
+
     @parameterized.parameters(*SM100_NAMES)
     def test_sm100(self, name):
         self.assertEqual(machine.failures(probes.BY_NAME[name], NVFP4, machine.on_sm100, 2), [])

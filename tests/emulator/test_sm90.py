@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from emulator import Options, product, toolchain
 from emulator.product import Case
 from emulator.scheduler import POLICIES
+from jax_w4a4 import plan
 
 pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
 
@@ -142,6 +143,68 @@ class Schedules(parameterized.TestCase):
             run(case, policy, seed)
 
 
+def decode_cases():
+    """Paths x rows per CTA x CTAs that divide K over shapes, ranks and ring depths in turn."""
+    shapes = ((1, 77, 2080), (7, 130, 1056), (8, 264, 3104))
+    paths = [c for c in PATHS if c.path.name in plan.budget.DECODE_PATHS]
+    for i, (case, tile_n, cluster) in enumerate(
+        itertools.product(paths, (8, 24, 40, 64, 128), (1, 2))
+    ):
+        m, n, k = shapes[i % 3]
+        yield dataclasses.replace(
+            case,
+            m=m,
+            n=n,
+            k=k,
+            rank=(0, 48, 160)[(i + 1) % 3],
+            kernel="sm90_decode",
+            tile_m=8,
+            tile_n=tile_n,
+            cluster=cluster,
+            stages=(None, 2, 3)[i // 2 % 3],
+            fused=i % 2 == 0,
+            affine=i % 4 != 0,
+            global_scale=i % 3 == 0,
+            act_unsigned=case.format == "int4" and i % 4 == 1,
+            exact=i % 3 == 1 and i % 2 == 1 and case.precision != "fastest",
+            seed=i,
+        )
+    wide = Case("mxfp4", kernel="sm90_decode", fused=True, cluster=2)
+    yield dataclasses.replace(wide, m=13, n=70, k=1104, rank=32, tile_m=16, tile_n=64)
+    yield dataclasses.replace(wide, m=64, n=70, k=1104, rank=32, tile_m=64, tile_n=64)
+    yield dataclasses.replace(wide, m=40, n=150, k=704, rank=0, tile_m=64, tile_n=128)
+
+
+class Decode(parameterized.TestCase):
+    @parameterized.named_parameters(named(decode_cases()))
+    def test_cells(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+    @parameterized.product(steps=(1, 2, 3, 4, 7), stages=(2, 3), cluster=(1, 2))
+    def test_stages(self, steps, stages, cluster):
+        """Fewer steps of K than the ring has stages, as many, more, of each CTA."""
+        case = Case("mxfp4", 3, 16, 512 * steps * cluster - 24, 16, kernel="sm90_decode", tile_m=8)
+        case = dataclasses.replace(case, tile_n=64, cluster=cluster, stages=stages, seed=steps)
+        run(case, POLICIES[steps % 4], steps)
+
+    @parameterized.parameters(*POLICIES)
+    def test_schedules_agree(self, policy):
+        case = Case("mxfp4", 8, 40, 2080, 32, kernel="sm90_decode", tile_m=8, tile_n=40, cluster=2)
+        bits = [run(case, policy, seed)[1].y for seed in range(2)]
+        np.testing.assert_array_equal(bits[0], bits[1])
+
+    @parameterized.parameters(
+        (1, 40, 16), (5, 1032, 32), (17, 520, 48), (20, 2056, 128), (33, 264, 256)
+    )
+    def test_down(self, m, k, rank):
+        case = Case("mxfp4", m, 24, k, rank, kernel="sm90_decode", fused=True, tile_n=64)
+        case = dataclasses.replace(case, tile_m=8 if m <= 8 else 32 if m <= 32 else 64)
+        operands, result = run(case, POLICIES[rank // 16 % 4], rank)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
 class GemmV1(parameterized.TestCase):
     @parameterized.parameters(("nvfp4", 32, 0), ("mxfp4", 64, 16), ("int4", 128, 40))
     def test_cells(self, format, tile_m, rank):
@@ -234,6 +297,12 @@ def quantizer_cases():
                                   act_unsigned=case.format == "int4" and i % 3 == 0)  # fmt: skip
 
 
+def decode_quantizer_cases():
+    for case in quantizer_cases():
+        if case.path.name in plan.budget.DECODE_PATHS:
+            yield dataclasses.replace(case, kernel="sm90_decode", tile_m=8, tile_n=24, m=8)
+
+
 def check_fused(case):
     operands = awkward(case)
     result = product.run(case, Options(seed=case.seed), operands=operands)
@@ -253,6 +322,10 @@ class Quantizers(parameterized.TestCase):
 
     @parameterized.named_parameters(named(quantizer_cases()))
     def test_fused(self, case):
+        check_fused(case)
+
+    @parameterized.named_parameters(named(decode_quantizer_cases()))
+    def test_decode(self, case):
         check_fused(case)
 
     @parameterized.named_parameters(named(quantizer_cases()))
