@@ -303,6 +303,8 @@ def main() -> int:
                 failed += 1
                 name = todo[len(results) - 1]
                 print(f"FAILED {name}: " + "; ".join(result["failures"][:4]), flush=True)
+            elif len(results) % 50 == 0:
+                print(f"{len(results)}/{len(todo)}", flush=True)
     except TimeoutError:
         print(f"HUNG: nothing came for {WATCHDOG_S} s of {todo[len(results)]}", flush=True)
         return 3

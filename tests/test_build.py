@@ -622,7 +622,7 @@ class PlanChecks(PlanCase):
         ("smem_bytes", 1024, "inside"),
         ("q_rows", 8, "quantizer 1 8 rows"),
         ("q_smem_bytes", 0, "quantizer"),
-        ("q_kernel", 2, "before kernels sm90_v2 and sm90_decode"),
+        ("q_kernel", 2, "before kernels sm90_v2, sm90_decode and sm90_grouped"),
         ("q_kernel", 3, "quantizer 3"),
     )
     def test_regions_that_differ_from_the_kernel_are_refused(self, key, value, text):

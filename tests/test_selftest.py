@@ -165,7 +165,8 @@ class VariantTest(parameterized.TestCase):
         cc = session.target.cc
         built = frozenset(
             name for name, design in plan.budget.DESIGNS.items()
-            if design.implemented and cc in design.ccs
+            # The self-test has no grouped calls: their kernel is made of the roles of sm90_v2.
+            if design.implemented and cc in design.ccs and not design.grouped
         )  # fmt: skip
         with (
             mock.patch.object(parts._ffi, "KERNELS", built),

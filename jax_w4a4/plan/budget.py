@@ -795,7 +795,8 @@ def layout(
     """Places the shared-memory rows: K-loop rows first, epilogue-only rows over them.
 
     ``interleaved``: the K-loop rows of a stage lie side by side, and the stages follow each other,
-    each large enough for what passes through it instead; otherwise the stages of a row lie together.
+    each large enough for the rows of a tile that pass through it; otherwise the stages of a row lie
+    together.
 
     Returns the regions in the order of ``rows`` and the total bytes. A row without bytes
     or stages gets an empty region at offset 0.
@@ -805,9 +806,8 @@ def layout(
     loop = [row for row in smem if row.overlaps_main and row.lifetime == "K loop"]
     over = [row for row in smem if not row.overlaps_main]
     slot = sum(_align(row.bytes(cluster), align) for row in loop)
-    # What passes through the ring needs a slot; an epilogue lies over all of them, once idle.
-    passing = [row for row in over if row.stages and row.lifetime != "epilogue"]
-    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in passing))
+    streamed = [row for row in over if row.lifetime == "tile" and row.stages]
+    slot = max(slot, sum(_align(row.bytes(cluster), align) for row in streamed))
 
     def place(row: Row, offset: int, stride: int | None = None) -> int:
         size = row.bytes(cluster)
