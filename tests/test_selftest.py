@@ -95,13 +95,28 @@ class ProbeTest(parameterized.TestCase):
 
 class PartTest(parameterized.TestCase):
     def test_all_pass_on_the_reference(self):
-        names = [name for name in parts.PARTS if name != "quantizer"]
+        names = [name for name in parts.PARTS if name not in ("quantizer", "grouped")]
         found = runner.run(names, command=child("none"), limit_s=120)
         self.assertEqual([part["part"] for part in found], names)
         self.assertEqual(failed(found), {})
         checks = {part["part"]: part["checks"] for part in found}
         # A reference has no clusters.
         self.assertEqual([name for name, count in checks.items() if not count], ["pair"])
+
+    def test_grouped_passes_on_the_reference(self):
+        with mock.patch.object(parts, "KINDS", probes.KINDS[:1]):
+            found = parts.grouped(parts.Session(None))
+        self.assertEqual((found.failures, found.checks), ([], 4))
+
+    def test_grouped_notices_the_weight_of_another_group(self):
+        def wrong(x, w, sizes, **settings):
+            return jax_w4a4.grouped_matmul(x, w, sizes[::-1], **settings)
+
+        with (
+            mock.patch.object(parts, "KINDS", probes.KINDS[:1]),
+            mock.patch.object(parts, "grouped_matmul", wrong),
+        ):
+            self.assertNotEmpty(parts.grouped(parts.Session(None)).failures)
 
     @parameterized.parameters(
         ("token scales of another block", "token-scales"),
@@ -186,7 +201,7 @@ class VariantTest(parameterized.TestCase):
         if target == "sm_90":
             path = plan.budget.v2_path(session.problem(kind, 8, 8, 256, 256, 0)).name
             few = {"sm90_decode"} if path in plan.budget.DECODE_PATHS else set()
-            self.assertEqual(names, built - {"sm90_decode"} | few)
+            self.assertEqual(names, built - {"sm90_decode", "sm90_grouped"} | few)
             self.assertLessEqual({"sm90_v2"}, pairs)
         elif kind.format == "int4":
             self.assertEqual(names, {"sm100_v1"})

@@ -20,6 +20,7 @@ EXPAND = "sm90_expand.cuh"
 QUANT = "sm90_quantize_v2.cuh"
 TOKEN = "sm90_quantize_token.cuh"
 DOWN = "sm90_down_v2.cuh"
+DECODE = "sm90_decode.cuh"
 PTX = "sm90_ptx.cuh"
 
 PLAIN = Case("mxfp4", 70, 200, 288, 32, clusters=1, stages=2)
@@ -32,6 +33,10 @@ ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
 GROUPS = Case("int4", 70, 136, 320, 48, block=64, clusters=1, stages=2)
 PROMOTED = Case("mxfp4", 70, 136, 544, 48, precision="highest", promote_k=256, clusters=1, stages=2)
 FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
+
+FEW = Case("mxfp4", 8, 40, 2080, 48, kernel="sm90_decode", tile_m=8, tile_n=40, clusters=1)
+FEW_EXACT = dataclasses.replace(FEW, exact=True)
+FEW_PAIR = dataclasses.replace(FEW, cluster=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,7 @@ def _m(name, kind, case, caught, *edits, **rest) -> Mutant:
 
 _QUANT = {"sources": ("sm90_quantize_v2_Mxfp4.cu",)}
 _DOWN = {"sources": ("sm90_down_v2.cu",)}
+_FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
 
 MUTANTS = (
     # ---- the ring ----
@@ -307,4 +313,46 @@ MUTANTS = (
        "RaceError DeadlockError UninitializedError ProtocolError",
        (DOWN, "ring.acquire(stage, kStageBytes)",
         "ring.acquire(stage, kDownXBytes + kDownRankBytes)"), **_DOWN),
+    # ---- the gemm for few tokens ----
+    _m("decode: activations before the launch before has ended", "protocol", FEW, "ProtocolError",
+       (DECODE, "  grid_dependency_wait();\n  for (int step = 0; step < early",
+        "  for (int step = 0; step < early"), **_FEW),
+    _m("decode: a stage expects its weights only", "protocol", FEW,
+       "RaceError UninitializedError ProtocolError DeadlockError",
+       (DECODE, "D::kBoxes * args.tile_n * kBoxBytes +\n                         "
+        "D::kGroups * D::kRecords * kTokens * kBoxBytes;",
+        "D::kBoxes * args.tile_n * kBoxBytes;"), **_FEW),
+    _m("decode: sums over a ring that is still read", "protocol", FEW, "RaceError",
+       (DECODE, "    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n    store_partial",
+        "    store_partial"), **_FEW),
+    _m("decode: sums before all are there", "protocol", FEW,
+       "RaceError UninitializedError ProtocolError DeadlockError",
+       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);\n"
+        "    const Finish", "    const Finish"), **_FEW),
+    _m("decode: scales before all are there", "protocol", dataclasses.replace(FEW, k=2048), "RaceError UninitializedError",
+       (DECODE, "    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n    find_largest",
+        "    find_largest"), **_FEW),
+    _m("decode: stage released under its MMAs", "protocol", dataclasses.replace(FEW, stages=2), "RaceError ProtocolError",
+       (DECODE, "if (s == 2 && r == 0) ring.release<1>(previous, lane, step > 0);",
+        "if (s == 2 && r == 0) ring.release<1>(stage.slot, lane, true);"), **_FEW),
+    _m("decode: peer's sums before they are there", "protocol", FEW_PAIR,
+       "RaceError UninitializedError ProtocolError",
+       (DECODE, "      finish.give();\n      cluster_sync();", "      finish.give();"), **_FEW),
+    _m("decode: both CTAs take the first half of K", "arithmetic", FEW_PAIR, "cells",
+       (DECODE, "share.first_step = share.rank * each;", "share.first_step = 0;"), **_FEW),
+    _m("decode: last token", "cells", FEW_EXACT, "cells",
+       (DECODE, "token < args.m; token += kStep) {\n      if (!finishes<kTokens>(args, share, token)) "
+        "continue;\n      float2 sum",
+        "token + 1 < args.m; token += kStep) {\n      if (!finishes<kTokens>(args, share, token)) "
+        "continue;\n      float2 sum"), **_FEW),
+    _m("decode: store past an odd N", "cells", dataclasses.replace(FEW_EXACT, n=77),
+       "OutOfBoundsError RaceError cells",
+       (DECODE, "if (n + 1 < args.n) out[1] = y.y;", "out[1] = y.y;"), **_FEW),
+    _m("decode: pitch of the scales", "layout", FEW_EXACT, "cells RaceError UninitializedError",
+       (DECODE, "    const uint32_t pitch = 4 * (args.tile_n + 1);\n#pragma unroll\n    for (int b",
+        "    const uint32_t pitch = 4 * args.tile_n;\n#pragma unroll\n    for (int b"), **_FEW),
+    _m("decode: ranks past the first 32", "arithmetic", FEW_EXACT, "cells",
+       (DECODE, "rank < args.rank + 8 * q; rank += 32", "rank < 32; rank += 32"), **_FEW),
+    _m("decode: low-rank product over the tokens' scales", "account", FEW, "RaceError cells",
+       attrs={"off_lora_act": lambda v: v - 256}, **_FEW),
 )  # fmt: skip
