@@ -63,8 +63,8 @@ _LOAD_LATENCY_S = 650e-9
 # not depend on tile_m and is put at this many rows' worth.
 _EXPAND_ROWS = 32
 
-# sm90_v2 is chosen from this many rows on; nothing is measured below.
-_V2_LEAST_M = 256
+# That a call of more rows is no decode goes without saying.
+_FEW_ROWS = 255
 _V2_MOST_RANK = 256
 # sm100_v2 is chosen from half of its smallest tile on; nothing is measured on such a chip.
 _SM100_LEAST_M = 64
@@ -501,8 +501,7 @@ def _design(
                 last = name
                 break
             reasons.append((name, why))
-        # That a prefill is no decode goes without saying.
-        few = problem.m is not None and problem.m < _V2_LEAST_M
+        few = problem.m is not None and problem.m <= _FEW_ROWS
         told = [(name, why) for name, why in reasons if name != "sm90_decode" or few]
         return budget.DESIGNS[last], tuple(f"kernel {last} instead of {n}: {w}" for n, w in told)
     design = budget.DESIGNS[kernel]
@@ -656,14 +655,16 @@ def _no_tile(
 
 
 def _why_not_v2(problem: Problem, target: Target, forced: dict[str, int]) -> str | None:
-    """Why sm90_v2 is not chosen by itself, None if it is."""
+    """Why sm90_v2 is not chosen by itself, None if it is.
+
+    With few rows, where sm90_decode does not take them, it has no measurements of its own, but one
+    wave of sm90_v1 takes 240 us at K = 3840 (bench_sm90_v1_h200.json) and one of sm90_v2 20 us.
+    """
     if problem.n == 0:
         return "an activation that is quantized on its own has the public layout"
     lacks = _v2_lacks(problem)
     if lacks is not None:
         return lacks
-    if problem.m is not None and problem.m < _V2_LEAST_M:
-        return f"{problem.m} rows, it is made for {_V2_LEAST_M} and more"
     return _no_tile(budget.DESIGNS["sm90_v2"], problem, target, forced)
 
 
