@@ -173,6 +173,10 @@ def _missing_kernel(found: plan.Plan, capability: int | None) -> str | None:
     if _ffi.has_cuda() and found.kernel not in _ffi.KERNELS:
         built = ", ".join(sorted(_ffi.KERNELS)) or "none"
         return f"kernel {found.kernel} is not in this build (it has: {built}); {_REBUILD}"
+    archs = _ffi.build_info()["cuda_archs"]
+    if archs and f"{capability}a" not in archs:
+        built = ", ".join(archs)
+        return f"this build has no machine code for sm_{capability}a (it has: {built}); {_REBUILD}"
     if design.unproven:
         return selftest.unproven(found.kernel)
     return None

@@ -136,6 +136,19 @@ class MissingKernelTest(parameterized.TestCase):
             self.assertRegex(primitives._missing_kernel(account, None), "account.*no kernel")
         self.assertIsNone(primitives._missing_kernel(self.sm100, None))
 
+    def test_no_machine_code(self):
+        """A build for one Blackwell chip has the kernel, and nothing that the other one can run."""
+        sm103 = plan.solve(self.sm100.problem, "sm_103")
+        info = {"cuda_archs": ("90a", "100a")}
+        with (
+            mock.patch.object(_ffi, "has_cuda", return_value=True),
+            mock.patch.object(_ffi, "KERNELS", frozenset({"sm100_v2"})),
+            mock.patch.object(_ffi, "build_info", return_value=info),
+            mock.patch.dict("os.environ", JAX_W4A4_ALLOW_UNPROVEN="1"),
+        ):
+            self.assertRegex(primitives._missing_kernel(sm103, 103), "no machine code for sm_103a")
+            self.assertIsNone(primitives._missing_kernel(self.sm100, 100))
+
     def test_a_kernel_that_never_ran_on_its_chip(self):
         """It asks for a self-test of this machine; a kernel that did run does not."""
         built = mock.patch.object(_ffi, "KERNELS", frozenset({"sm90_v1", "sm100_v2"}))
