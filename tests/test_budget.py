@@ -254,6 +254,13 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(dict(t.bytes)["output"], 4352 * 3072 * 2)
         self.assertEqual(t.total_bytes, sum(dict(t.bytes).values()))
 
+    def test_weight_scales_are_rearranged_on_blackwell(self):
+        moved = dict(budget.quantizer_traffic(problem(), 4352, scale_atoms=True).bytes)
+        self.assertEqual(moved["weight scales as atoms"], 2 * 3072 * 240)
+        self.assertNotIn(
+            "weight scales as atoms", dict(budget.quantizer_traffic(problem(), 1).bytes)
+        )
+
     def test_quantizer_reads_x_once(self):
         t = budget.quantizer_traffic(problem(), 4352)
         self.assertEqual(dict(t.bytes)["x"], 33_423_360)

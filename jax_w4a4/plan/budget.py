@@ -1010,15 +1010,20 @@ def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
     )
 
 
-def quantizer_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
+def quantizer_traffic(
+    problem: Problem, m: int, private: bool = False, scale_atoms: bool = False
+) -> Traffic:
     """The activation quantizer for ``m`` rows: reads x once, 2*M*K*R of LoRA-down.
 
     ``private``: it writes the layout of the sm90_v2 gemm.
+    ``scale_atoms``: the weight's block scales are brought into the layout of sm100_v2 beside it.
     """
     k, rank = problem.k_pad, problem.rank
     lora = ITEMSIZE[problem.lora_dtype]
     codes, scales = _act_traffic(problem, m, private)
     weights = _weights_read(problem, m)
+    weight = problem.n * (k // problem.block_size) * ITEMSIZE[problem.scale_dtype]
+    atoms = (("weight scales as atoms", 2 * weight),) if scale_atoms and weight else ()
     return Traffic(
         flops=(("LoRA-down", 2 * m * k * rank),),
         bytes=(
@@ -1028,6 +1033,7 @@ def quantizer_traffic(problem: Problem, m: int, private: bool = False) -> Traffi
             ("codes", codes),
             ("scales", scales),
             ("lora_act", m * rank * lora),
+            *atoms,
         ),
     )
 

@@ -66,7 +66,7 @@ def quantizer(
     ``private``: it writes the layout of that kernel, not the public one.
     """
     design = budget.DESIGNS[kernel]
-    traffic = budget.quantizer_traffic(problem, m, private)
+    traffic = budget.quantizer_traffic(problem, m, private, design.scale_atoms)
     return _launch(traffic, (design.down_peak,), target, 1.0)
 
 
