@@ -228,6 +228,9 @@ class TestBlackwell:
             atoms = 256 // block // 4
             assert count["UTCOMMA"] == count["UTCHMMA"] == 4, name
             assert count["UTCCP"] == atoms * (1 + -(-tile_n // 128)), name
+            opcodes = [op for _, op, _ in code]
+            early = opcodes[: opcodes.index("ACQBULK")]
+            assert not [op for op in early if op.startswith(("LDG", "LD.", "UTMALDG"))], name
         tiles = budget.DESIGNS["sm100_v2"].tiles
         assert seen == {(*tile, block) for tile in tiles for block in (16, 32)}
 
