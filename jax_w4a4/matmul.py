@@ -80,7 +80,8 @@ def matmul(
       implementation: "cuda" is the CUDA kernel or an error, "xla" the `jnp` reference on every
         platform. None is the kernel where there is one for platform, build and shape, otherwise
         the reference, with a `FallbackWarning` once per reason on a CUDA machine. A kernel's name
-        ("sm90_v1", "sm90_v2", "sm100_v1", "sm100_v2") is that kernel or an error, for comparisons.
+        ("sm90_v1", "sm90_v2", "sm90_decode", "sm100_v1", "sm100_v2") is that kernel or an error,
+        for comparisons.
 
     Returns:
       (..., N).

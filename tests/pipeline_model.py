@@ -42,6 +42,9 @@ class Config:
     tiles: int = 1
     consumers: int = 2
     token_stages: int = 2
+    # sm90_decode, one tile: the first stages get their weights before the launch before has ended,
+    # their activations after it, and in the end the consumers' sums go over the ring.
+    decode: bool = False
     bug: str = ""
 
 
@@ -59,6 +62,9 @@ BUGS = {
     "no_empty_wait": "the producer loads without waiting for the slot",
     "wrong_initial_phase": "the producer's first wait uses the consumers' phase",
     "full_count_all_ctas": "the full barrier waits for an arrival from every CTA's producer",
+    "sums_before_all": "decode: a warp stores its sums when it is through itself",
+    "sums_in_flight": "decode: sums are stored while the last MMAs read the ring",
+    "early_weights_only": "decode: the first stages' barriers expect the weights alone",
 }
 
 
@@ -98,6 +104,13 @@ def producer_program(c: Config) -> list[tuple]:
     main, token = Walk(c.stages), Walk(c.token_stages)
     flip = 0 if c.bug == "wrong_initial_phase" else 1
     ops = []
+    if c.decode:
+        steps = [main.step() for _ in range(c.k_blocks)]
+        early = steps[: c.stages]
+        ops += [("weights", "m", slot, phase ^ flip, block) for slot, phase, block in early]
+        ops += [("activations", "m", slot, 0, block) for slot, _, block in early]
+        rest = steps[c.stages :]
+        return ops + [("load", "m", slot, phase ^ flip, block) for slot, phase, block in rest]
     for _ in range(c.tiles):
         slot, phase, block = token.step()
         ops.append(("load", "t", slot, phase ^ flip, block))
@@ -129,6 +142,12 @@ def consumer_program(c: Config) -> list[tuple]:
             last = "stop" if keep_last or c.bug == "early_release" else "leave"
             ops.append((last, "m", *previous))
 
+    if c.decode:
+        chain(c.k_blocks, False)
+        sums = ("sums", "m", 0, 0)
+        if c.bug == "sums_in_flight":
+            return [*ops[:-1], sums, ops[-1]]
+        return [*ops, *([] if c.bug == "sums_before_all" else [("meet", "m", 0, 0)]), sums]
     for _ in range(c.tiles):
         if c.bug == "state_reset_per_tile":
             main.restart()
@@ -213,17 +232,22 @@ class Model:
     def _load(self, state, i, op):
         """None while the slot's empty phase is not complete."""
         pcs, slots, flight, ready = state
-        _, ring, slot, parity, block = op
+        kind, ring, slot, parity, block = op
         cta = self.roles[i][0]
         at = self.index[(cta, ring, slot)]
-        if slots[at].empty[0] == parity and self.c.bug != "no_empty_wait":
-            return None
         slots = list(slots)
-        f = slots[at].full
-        full = settle((f[0], f[1] - 1, f[2] + self.armed[ring]), self.full_count[ring])
-        slots[at] = slots[at]._replace(full=full)
-        copies = {(cta, ring, slot, block, "weight")}
-        if ring == "m":
+        copies = set()
+        if kind != "activations":
+            if slots[at].empty[0] == parity and self.c.bug != "no_empty_wait":
+                return None
+            f = slots[at].full
+            armed = self.armed[ring]
+            if kind == "weights" and self.c.bug == "early_weights_only":
+                armed = 1
+            full = settle((f[0], f[1] - 1, f[2] + armed), self.full_count[ring])
+            slots[at] = slots[at]._replace(full=full)
+            copies = {(cta, ring, slot, block, "weight")}
+        if ring == "m" and kind != "weights":
             copies |= {(t, ring, slot, block, cta) for t in range(self.c.cluster)}
         for target in {copy[0] for copy in copies}:
             self._touch(state, target)
@@ -252,6 +276,11 @@ class Model:
         pcs, slots, flight, ready = state
         kind, ring, slot, block = op[0], op[1], op[2], op[-1]
         cta = self.roles[i][0]
+        if kind == "meet":
+            mates = [pc for pc, role in zip(pcs, self.roles, strict=True) if role == self.roles[i]]
+            return (self._next(pcs, i), slots, flight, ready) if min(mates) >= pcs[i] else None
+        if kind == "sums" and (any(s.readers for s in slots) or flight):
+            raise Violation("sums go over slots that are read or copied to")
         at = self.index[(cta, ring, slot)]
         slots = list(slots)
         s = slots[at]
@@ -295,7 +324,7 @@ class Model:
             op = program[pc]
             step = self._load(state, i, op) if kind == "producer" else self._consume(state, i, op)
             if step is None:
-                if kind == "consumer":
+                if kind == "consumer" and op[0] == "wait":
                     waited.append((cta, op[1], op[2]))
             elif self.reduce and op[0] in ("load", "wait"):
                 return [step]
@@ -349,6 +378,16 @@ def corners() -> list[Config]:
     return out
 
 
+def decode_corners() -> list[Config]:
+    """One K block, fewer than, equal to, more than stages, several rounds."""
+    return [
+        Config(stages=stages, k_blocks=blocks, consumers=consumers, decode=True)
+        for stages in (2, 3, 4)
+        for blocks in sorted({1, stages - 1, stages, stages + 1, 2 * stages + 1})
+        for consumers in (2, 3)
+    ]
+
+
 # The smallest corner in which each bug can show.
 BUG_CORNERS = {
     bug: Config(cluster=2, stages=2, k_blocks=2, lora_chunks=1, tiles=3, bug=bug) for bug in BUGS
@@ -357,6 +396,9 @@ BUG_CORNERS = {
 BUG_CORNERS["token_early_release"] = Config(
     stages=3, k_blocks=1, tiles=4, bug="token_early_release"
 )
+DECODE_BUGS = ("sums_before_all", "sums_in_flight", "early_weights_only")
+for bug in DECODE_BUGS:
+    BUG_CORNERS[bug] = Config(stages=2, k_blocks=3, decode=True, bug=bug)
 
 
 def main():
@@ -364,7 +406,7 @@ def main():
     parser.add_argument("--full", action="store_true", help="also explore small rings unreduced")
     args = parser.parse_args()
     start, total = time.time(), 0
-    for c in corners():
+    for c in [*corners(), *decode_corners()]:
         states, violation = explore(c)
         total += states
         if violation:

@@ -19,6 +19,18 @@ class ProtocolTest(parameterized.TestCase):
             self.assertIsNone(violation, corner)
             self.assertEqual(states == 1, corner.tiles == 0, corner)
 
+    @parameterized.parameters(*pipeline_model.decode_corners())
+    def test_every_corner_of_decode_holds(self, *corner):
+        corner = pipeline_model.Config(*corner) if len(corner) > 1 else corner[0]
+        states, violation = pipeline_model.explore(corner)
+        self.assertIsNone(violation, corner)
+        self.assertGreater(states, 1)
+
+    @parameterized.parameters("early_release", "no_empty_wait")
+    def test_known_bug_is_found_in_decode(self, bug):
+        corner = pipeline_model.Config(stages=2, k_blocks=5, decode=True, bug=bug)
+        self.assertIsNotNone(pipeline_model.explore(corner)[1], bug)
+
     @parameterized.parameters(*pipeline_model.BUGS)
     def test_known_bug_is_found(self, bug):
         _, violation = pipeline_model.explore(pipeline_model.BUG_CORNERS[bug])
