@@ -122,7 +122,7 @@ def run(
         )  # fmt: skip
     driver.call(
         "emulator_quantize_v2", case.path.code,
-        ctypes.byref(product._tokens(case, attrs, address)), pointer(made["act"].base),
+        ctypes.byref(product.tokens(case, attrs, address)), pointer(made["act"].base),
         pointer(made["token_scale"].base), ctypes.byref(weight), case.k_pad // case.blocks,
         found.tile_m,
         pointer(made["table"].base), pointer(made["y"].base),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import gpu_grouped
 import gpu_parity
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 from absl.testing import parameterized
 
 from jax_w4a4 import _ffi, formats, plan, primitives
+from jax_w4a4.grouped import grouped_matmul
 from jax_w4a4.matmul import matmul, quantize_activation
 from jax_w4a4.quantize import quantize
 
@@ -59,6 +61,28 @@ class Parity(parameterized.TestCase):
     @parameterized.parameters(*gpu_parity.extra_cells())
     def test_extra_cell(self, cell):
         self.assertEqual(gpu_parity.run_cell(cell)["failures"], [])
+
+
+class GroupedParity(parameterized.TestCase):
+    """A sample of the cells of gpu_grouped; the script runs them all."""
+
+    @parameterized.parameters(*([cell] for cell in [*gpu_grouped.cells()][::25]))
+    def test_cell(self, grouped):
+        self.assertEqual(gpu_grouped.run(grouped)["failures"], [])
+
+    @parameterized.parameters(8, 256)
+    def test_driver_reports_the_plan(self, rows):
+        weights = jax.vmap(lambda w: quantize(w, "mxfp4", rank=16))(jnp.ones((4, 600, 256)))
+        x = jnp.ones((4 * rows, 256), jnp.bfloat16)
+        sizes = jnp.full(4, rows)
+        grouped_matmul(x, weights, sizes, implementation="cuda").block_until_ready()
+        launch = _ffi.last_launch()
+        with plan.recording() as plans:
+            jax.make_jaxpr(lambda *a: grouped_matmul(*a, precision="fastest"))(x, weights, sizes)
+        design = plan.budget.DESIGNS["sm90_grouped"]
+        self.assertEqual(launch["dynamic_smem_bytes"], plans[-1].smem_bytes)
+        self.assertEqual(launch["local_bytes"], 0, "registers were spilled")
+        self.assertEqual(launch["blocks_per_sm"], design.ctas_per_sm(plans[-1].tile_m))
 
 
 class RawCall:

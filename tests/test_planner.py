@@ -629,6 +629,10 @@ class GroupedPlanTest(parameterized.TestCase):
         self.assertEqual((solved.kernel, solved.tile_m), ("sm90_grouped", tile_m))
         self.assertEqual((solved.cluster, solved.quantizer.kernel), (1, 2))
 
+    def test_few_tiles_do_not_share(self):
+        """Fewer tiles than SMs: a small tile costs no more for sharing one."""
+        self.assertEqual(self.solve(m=32, n=1024, groups=8).tile_m, 16)
+
     def test_table_holds_every_tiling(self):
         """Entries for the worst sizes: as many groups as possible end with a partial tile."""
         for m, groups, tile_m in itertools.product((0, 1, 7, 64, 100), (1, 3, 40), (16, 64)):

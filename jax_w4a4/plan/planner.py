@@ -974,7 +974,8 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
     tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
     if problem.rank:
         tile += budget.lora_steps(problem, 64) * ranks
-    tile *= design.ctas_per_sm(config.tile_m)  # they share what the constants are rates of
+    # CTAs of one SM share what the constants are rates of.
+    tile *= min(design.ctas_per_sm(config.tile_m), max(1, -(-where.tiles // target.sm_count)))
     moved = budget.gemm_traffic(problem, m, private=True).total_bytes
     return max(where.waves * tile, moved / target.hbm_bytes_per_s)
 
