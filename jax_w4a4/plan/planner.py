@@ -102,8 +102,8 @@ _V2_EPILOGUE_S = 5e-9
 # hot, equal otherwise. sm100_v2 takes it over, unmeasured.
 
 # sm90_decode: seconds of a wave before and after its stream, and of two CTAs that meet; bytes per
-# second of the chip and of one SM; seconds of a stage by the most rows of a CTA, and of each token in
-# it; latency of a stage under load and bytes per second beside it. Fitted to
+# second of the chip and of one SM; seconds of a stage by the most rows of a CTA, and of each token
+# in it; latency of a stage under load and bytes per second beside it. Fitted to
 # bench/results/decode_tiles_h200.json.
 _DECODE_FIXED_S = 4.5e-6
 _DECODE_MEET_S = 1.1e-6
@@ -984,7 +984,7 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
 
 
 def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
-    """Model of sm90_decode: a wave takes the slowest of memory, an SM's share of it and the stages."""
+    """Model of sm90_decode: a wave takes the slowest of memory, an SM's share and the stages."""
     cluster = config.cluster
     where = schedule(config.tile_m, problem.n, config.tile_m, config.tile_n, cluster, target)
     ctas = min(where.tiles, where.groups) * cluster
