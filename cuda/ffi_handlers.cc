@@ -559,7 +559,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
     p.lora_down = q.lora_down.untyped_data();
     p.lora_act = q.lora_act.untyped_data();
     p.rank = static_cast<int>(Dim(q.lora_down, 1));
-    W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, stream));
+    W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, device, stream));
     return Error::Success();
   }
   W4A4_RETURN_IF_ERROR(Down(stream, q, plan, spec, device));

@@ -26,6 +26,24 @@ inline int RaiseSmemLimit(const void* kernel, int device, int bytes) {
   return code;
 }
 
+// Asks that SMs that run the kernel on `device`, the current one, be split for
+// the most shared memory: an SM must drain before its split changes, so a launch
+// that is to run beside this one and needs much of it would wait. A preference: a
+// driver that has no such thing is not asked again.
+inline void PreferShared(const void* kernel, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, bool> done;
+  std::lock_guard<std::mutex> lock(mutex);
+  bool& known = done[{kernel, device}];
+  if (known) return;
+  known = true;
+  if (cudaFuncSetAttribute(kernel,
+                           cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared) != cudaSuccess) {
+    cudaGetLastError();
+  }
+}
+
 inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;

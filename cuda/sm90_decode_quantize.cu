@@ -37,9 +37,10 @@ const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) 
 }  // namespace
 
 int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
-                         cudaStream_t stream) {
+                         int device, cudaStream_t stream) {
   const void* kernel = Kernel(path, sm90::source_of(p), p.chunks, p.warps);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+  PreferShared(kernel, device);
   sm90::QuantizeV2Args a = {};
   a.groups = static_cast<int>(GemmV2ActBytes(path, p.k_pad) / kGemmV2RowBytes);
   sm90::set_token_args(&a, p, a.groups * GemmV2TileK(path), p.scale_dtype);

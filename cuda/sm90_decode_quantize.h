@@ -34,7 +34,7 @@ struct DecodeQuantizeParams : TokenParams {
 
 // Launches on `stream` and returns a cudaError_t. m >= 1.
 int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& params,
-                         cudaStream_t stream);
+                         int device, cudaStream_t stream);
 
 }  // namespace jax_w4a4
 

@@ -157,6 +157,17 @@ class TestDecode:
             assert len(mmas(code)) == len(main), name
             assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
 
+    def test_results_of_the_launch_before_are_read_after_the_wait(self, kernels):
+        """The add role comes first in the code, and so does its wait; its loads are no loads of
+        constants, which ptxas may move. The multiply role reads arguments only and has no wait."""
+        for name, code in kernels.items():
+            if DECODE.search(name):
+                opcodes = [op for _, op, _ in code]
+                wait = opcodes.index("ACQBULK")
+                loads = [i for i, op in enumerate(opcodes) if op.startswith("LDG")]
+                assert loads[0] > wait, name
+                assert "CONSTANT" not in opcodes[loads[0]], name
+
 
 @needs_kernels
 class TestGrouped:

@@ -131,7 +131,7 @@ int emulator_decode_quantize(int path, const Tokens* t, void* act,
   p.lora_down = lora_down;
   p.lora_act = lora_act;
   p.rank = rank;
-  return LaunchDecodeQuantize(static_cast<GemmV2Path>(path), p, nullptr);
+  return LaunchDecodeQuantize(static_cast<GemmV2Path>(path), p, 0, nullptr);
 }
 
 int emulator_quantize_public(int format, const Tokens* t, void* packed,

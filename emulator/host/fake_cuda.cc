@@ -157,14 +157,19 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which,
                                  int value) {
+  if (Kernels().count(function) == 0) return cudaErrorInvalidDeviceFunction;
+  if (which == cudaFuncAttributePreferredSharedMemoryCarveout) {
+    return value < -1 || value > 100 ? cudaErrorInvalidValue : cudaSuccess;
+  }
   if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) {
     return cudaErrorNotSupported;
   }
-  if (Kernels().count(function) == 0) return cudaErrorInvalidDeviceFunction;
   if (value > 232448) return cudaErrorInvalidValue;
   SmemLimits()[{function, g_clusters}] = value;
   return cudaSuccess;
 }
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
                                            const cudaLaunchConfig_t*) {

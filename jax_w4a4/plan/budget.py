@@ -37,10 +37,10 @@ __all__ = [
     "layout",
     "DECODE_PATHS",
     "DECODE_TOKENS",
-    "decode_act_bytes",
     "decode_cta_bytes",
     "decode_quantizer",
     "decode_shape",
+    "decode_stage_bytes",
     "decode_steps",
     "down_sm100",
     "down_v2",
@@ -1061,9 +1061,11 @@ def decode_cta_bytes(problem: Problem, config: Config) -> int:
     return config.tile_n * row // config.cluster
 
 
-def decode_act_bytes(problem: Problem, config: Config) -> int:
-    """Activations that a CTA of sm90_decode reads, out of L2."""
-    return config.tile_m * row_bytes(problem) // config.cluster
+def decode_stage_bytes(problem: Problem, config: Config) -> int:
+    """Weights and activations of one main-loop step of a CTA of sm90_decode."""
+    path = v2_path(problem)
+    assert path is not None, problem
+    return weight_stage_bytes(config) + config.tile_m * config.tile_k * path.act_bytes
 
 
 def output_tile_bytes(problem: Problem, config: Config) -> int:
