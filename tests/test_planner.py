@@ -296,6 +296,15 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(attrs["off_store"], 0)
         self.assertLessEqual(weight * solved.main_stages, 98304)
 
+    def test_the_stream_is_explained(self):
+        """Bytes in flight, tiles and waves, CTAs that divide K, the bandwidth that comes out."""
+        reasons = "\n".join(self.solve(n=4096, k=14336).reasons)
+        self.assertIn("64 tiles in 1 wave of 66", reasons)
+        self.assertIn("98304 B of weights in flight per SM", reasons)
+        moved = 4096 * (14336 // 2 + 14336 // 32) / 1e6
+        text = rf"{moved:.1f} MB of weights and scales, \d\.\d\d TB/s computed; 2 CTAs divide K"
+        self.assertRegex(reasons, text)
+
     def test_two_ctas_have_half_of_the_scales(self):
         one, two = (self.solve(k=5120, forced={"tile_n": 64, "cluster": c}.items()) for c in (1, 2))
         self.assertEqual(one.region("weight_scale").bytes_per_stage, 160 * 65)

@@ -1027,7 +1027,21 @@ def _reasons(
         _why_lora(design, problem, found, forced),
         _why_store(design, best, target, smem, forced),
         *_why_accumulator(design, problem, target, best),
+        *_why_stream(design, problem, found[0]),
         *(f"refused {line}" for line in _told(design, refused)),
+    )
+
+
+def _why_stream(design: Design, problem: Problem, best: _Candidate) -> tuple[str, ...]:
+    """What a kernel that is bound by its weights is expected to read them with."""
+    if not design.decode:
+        return ()
+    config = best.config
+    moved = budget.decode_cta_bytes(problem, config) // config.tile_n * config.cluster * problem.n
+    shares = "" if config.cluster == 1 else f"; {config.cluster} CTAs divide K"
+    return (
+        f"{moved / 1e6:.1f} MB of weights and scales, {moved / best.cost / 1e12:.2f} TB/s computed"
+        f"{shares}",
     )
 
 
