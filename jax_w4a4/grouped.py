@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -112,18 +113,31 @@ def _check_sizes(group_sizes: Any, groups: int, who: str) -> Array:
             f"jax_w4a4.{who}: group_sizes is {short(group_sizes)} and the weight has {groups} "
             f"groups; expected shape ({groups},)"
         )
+    if isinstance(group_sizes, np.ndarray) and group_sizes.dtype.itemsize > 4:
+        # Where x64 is off, jnp.asarray would drop the upper bits.
+        group_sizes = np.clip(group_sizes, 0, np.iinfo(np.int32).max).astype(np.int32)
     return jnp.asarray(group_sizes)
 
 
 def group_bounds(group_sizes: Array, m: int) -> Array:
     """(G + 1,) int32 rows at which the groups begin and end; what reaches past M is cut."""
-    ends = jnp.cumsum(jnp.clip(group_sizes, 0, m).astype(jnp.int32))
-    return jnp.minimum(jnp.concatenate([jnp.zeros(1, jnp.int32), ends]), m)
+    if jnp.iinfo(group_sizes.dtype).bits < 32:
+        group_sizes = group_sizes.astype(jnp.int32)  # may not hold M, to which they are cut
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    if isinstance(m, int) and m * sizes.shape[0] < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes), m)
+    else:
+        # Cut at every step: all sizes together may leave 32 bits, two of them do not.
+        most = jnp.asarray(m).astype(jnp.uint32)
+        ends = lax.associative_scan(
+            lambda a, b: jnp.minimum(a + b, most), sizes.astype(jnp.uint32)
+        ).astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def w4a4_grouped_matmul(call: Call, x: Array, group_sizes: Array, w: Weight) -> Array:
-    bounds = group_bounds(group_sizes, x.shape[0])
+    bounds = group_bounds(sharding.whole(group_sizes), x.shape[0])
     return sharding.grouped_explicit(_straight_through, call, x, bounds, w)
 
 

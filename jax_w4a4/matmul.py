@@ -447,7 +447,9 @@ def _matmul_batch(
     _, x_batched, w_batched = batched
     scalar_batched = isinstance(x, Activation) and _any(x_batched.global_scale)
     grouped = not isinstance(x, Activation) and w_batched.packed and w_batched.scales
-    if grouped and has_grouped_plan(call, axis_size, x[0] if x_batched else x, w):
+    if grouped and has_grouped_plan(
+        call, axis_size, x.shape[1:] if x_batched else x.shape, x.dtype, w
+    ):
         y = _batched_vmap(
             call, _batch_all(axis_size, x, x_batched), _batch_all(axis_size, w, w_batched)
         )
@@ -491,9 +493,10 @@ def _batched_batch(
         return _map_batched(f, (x, w), (x_batched, w_batched)), True
     # Both batches are one.
     whole = _batch_all(axis_size, (x, w), (x_batched, w_batched))
-    x, w = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), whole)
+    groups = whole[0].shape[1]
+    x, w = jax.tree.map(lambda leaf: leaf.reshape(axis_size * groups, *leaf.shape[2:]), whole)
     y = _batched_vmap(call, x, w)
-    return y.reshape(axis_size, -1, *y.shape[1:]), True
+    return y.reshape(axis_size, groups, *y.shape[1:]), True
 
 
 @custom_vmap

@@ -617,18 +617,18 @@ def batched_local(call: Call, x: Array, w: Weight) -> Array:
     return y.reshape(groups, *lead, y.shape[-1])
 
 
-def has_grouped_plan(call: Call, groups: int, x: Any, w: Weight) -> bool:
+def has_grouped_plan(call: Call, groups: int, shape: Sequence[Any], dtype: Any, w: Weight) -> bool:
     """Whether there is a plan for `batched_local` on the chosen target.
 
     Args:
-      x: what each of the groups multiplies, or an array like it.
+      shape, dtype: of what each of the groups multiplies.
       w: stacked weight.
     """
     if call.target is None or call.kernel is not None or call.implementation == "xla":
         return False
-    m = groups * math.prod(x.shape[:-1])
+    m = groups * math.prod(shape[:-1])
     try:
-        plan.solve(_grouped_problem(call, m, x.dtype.name, w), call.target)
+        plan.solve(_grouped_problem(call, m, dtype.name, w), call.target)
     except (NotImplementedError, ValueError):
         return False
     return True

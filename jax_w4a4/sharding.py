@@ -532,6 +532,13 @@ def _explicit_mesh(tree: Any) -> Any:
     return None
 
 
+def whole(v: Array) -> Array:
+    """All of a small array on every device, also where explicit mesh axes shard it."""
+    if not _named_axes(v):
+        return v
+    return jax.sharding.reshard(v, NamedSharding(jax.typeof(v).sharding.mesh, P()))
+
+
 def _shard_map(mesh: Any, run: Callable, args: Any, factors: Any, out: Any, axes: Axes) -> Any:
     # The default, all axes, leaves out those over which an enclosing vmap maps.
     whole = set(mesh.axis_types) == {AxisType.Explicit}

@@ -146,6 +146,29 @@ class ValueTest(parameterized.TestCase):
         ):
             np.testing.assert_array_equal(group_bounds(jnp.asarray(sizes), 10), want)
 
+    @parameterized.parameters("int4", "uint4", "int8", "uint8", "int16", "uint16")
+    def test_bounds_of_narrow_sizes(self, dtype):
+        """M need not fit into the dtype of the sizes."""
+        bounds = group_bounds(jnp.asarray([7, 0, 3], dtype), 70000)
+        np.testing.assert_array_equal(bounds, [0, 7, 7, 10])
+
+    def test_bounds_do_not_wrap(self):
+        """Sizes that are cut to M may add up to more than 32 bits hold."""
+        for most in (2**20, 2**31 - 1):
+            bounds = np.asarray(group_bounds(jnp.full(5000, 2**31 - 1, jnp.int32), most))
+            self.assertEqual(bounds[0], 0)
+            self.assertTrue((bounds[1:] == most).all())
+        sizes = np.full(5000, 300)
+        bounds = group_bounds(jnp.asarray(sizes, jnp.int32), 2**20)
+        np.testing.assert_array_equal(bounds[1:], np.minimum(np.cumsum(sizes), 2**20))
+
+    def test_wide_sizes_on_the_host(self):
+        """numpy's int64 is cut, not wrapped, where x64 is off."""
+        w = stack()
+        x = cases.activation(M, K)
+        y = grouped_matmul(x, w, np.asarray([2, -(2**33), 2**32 + 1, 1]))
+        np.testing.assert_array_equal(y, jitted(x, w, jnp.asarray([2, 0, M, 0])))
+
 
 class TransformationTest(parameterized.TestCase):
     def setUp(self):
@@ -323,6 +346,23 @@ class BatchedWeightsTest(parameterized.TestCase):
             options["implementation"] = "sm90_v1"
         f = jax.vmap(functools.partial(matmul, **options))
         self.assertEqual(self.primitives(f, self.x, self.w), ["matmul"])
+
+    @parameterized.parameters(None, "xla")
+    def test_nothing(self, implementation):
+        """No weights, no rows, no columns, of one batch or of two."""
+        f = functools.partial(matmul, implementation=implementation)
+        w, x = (jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), v) for v in (self.w, self.x))
+        by_column = ("packed", "scales", "lora_up", "channel_scale", "bias")
+        narrow = w.replace(**{name: getattr(w, name)[:, :, :0] for name in by_column})
+        one = jax.vmap(f)(self.x[:0], jax.tree.map(lambda leaf: leaf[:0], self.w))
+        self.assertEqual(one.shape, (0, 5, N))
+        for operands, shape in (
+            ((x[:0], jax.tree.map(lambda leaf: leaf[:0], w)), (0, G, 5, N)),
+            ((x[:, :0], jax.tree.map(lambda leaf: leaf[:, :0], w)), (3, 0, 5, N)),
+            ((x[:, :, :0], w), (3, G, 0, N)),
+            ((x, narrow), (3, G, 5, 0)),
+        ):
+            self.assertEqual(jax.vmap(jax.vmap(f))(*operands).shape, shape)
 
     def test_codes_that_are_shared_are_not_copied(self):
         """A batch of biases alone: no copies of the codes for a grouped call."""

@@ -438,6 +438,19 @@ class GroupedTest(parameterized.TestCase):
             tolerance = 6e-3 if leaf.startswith("lora") else 1e-5
             self.assertLess(cases.error(d[leaf], want[leaf]), tolerance, leaf)
 
+    @parameterized.named_parameters(*BOTH)
+    def test_sharded_sizes(self, kind):
+        """Sizes may be sharded as the experts are."""
+        mesh = make_mesh(kind)
+        sizes = jnp.asarray(self.sizes["ragged"])
+        want = jax.jit(grouped_matmul)(self.x, self.w, sizes)
+        with context(kind, mesh):
+            placed = jax.device_put(sizes, NamedSharding(mesh, P("model")))
+            w = place_weight(self.w, mesh, ("model", "group"))
+            x = jax.device_put(self.x, NamedSharding(mesh, P("data")))
+            y = jax.jit(grouped_matmul)(x, w, placed)
+        self.assertLess(cases.error(y, want), 1e-6)
+
     def test_shard_map_over_experts(self):
         """The recipe of the documentation: each device the experts it has, one sum."""
         mesh = make_mesh(AxisType.Auto)
