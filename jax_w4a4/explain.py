@@ -499,15 +499,17 @@ def _shard_of(part: Problem, whole: Problem) -> bool:
 
 
 def _call(each: _Found, target: Target | None) -> Call:
-    """Plans for ``target`` if one is asked for, else keeps the plan of the trace."""
-    if target is None:
+    """Keeps the plan of the trace, whose kernel the call may have named, unless another ``target``
+    is asked for."""
+    if each.plan is not None:
         current = targets.current()
-        if each.plan is None:
-            target = current
-        else:
-            same = each.plan.target == current.name
-            target = current if same else targets.get(each.plan.target)
-            return Call(each.kind, each.count, each.implementation, each.problem, target, each.plan)
+        same = each.plan.target == current.name
+        traced_for = current if same else targets.get(each.plan.target)
+        if target in (None, traced_for):
+            where = (each.problem, traced_for, each.plan)
+            return Call(each.kind, each.count, each.implementation, *where)
+    elif target is None:
+        target = targets.current()
     try:
         solved, why = planning.solve(each.problem, target), None
     except (NotImplementedError, ValueError) as error:

@@ -1,6 +1,7 @@
 """`explain`: every call is found, with its multiplicity and the shapes of one device."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -282,6 +283,13 @@ class StatusTest(parameterized.TestCase):
         )
         self.assertEqual(seen(found), [("matmul", 1, M, N, K)])
         self.assertIn("runs as XLA operations (implementation='xla')", str(found))
+
+    def test_named_kernel(self):
+        """A kernel that the call asks for is the one that is told of."""
+        f = functools.partial(matmul, implementation="sm90_v1")
+        for target in (None, "sm_90"):
+            found = explain(f, x_like(M, K), weight(), target=target)
+            self.assertEqual(found.calls[0].plan.kernel, "sm90_v1")
 
     def test_target_without_design(self):
         """A function can be explained for a chip without kernels; a bare shape can not."""
