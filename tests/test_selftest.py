@@ -238,6 +238,14 @@ class CommandTest(parameterized.TestCase):
         self.assertIn("no part nonsense; --list prints them", done.stderr)
         self.assertEqual(self.command("--limit", "0").returncode, 2)
 
+    def test_a_report_that_cannot_be_written(self):
+        """Known before the parts run, not after."""
+        for path in (self.folder, os.path.join(self.folder, "none", "report.json")):
+            with mock.patch.object(runner, "run") as run, self.assertRaises(SystemExit) as stop:
+                runner.main(["--json", path])
+            self.assertEqual(stop.exception.code, 2)
+            run.assert_not_called()
+
     def run_main(self, results, *args):
         path = os.path.join(self.folder, "report.json")
 

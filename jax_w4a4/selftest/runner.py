@@ -197,6 +197,8 @@ def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
         parser.error(f"no part {', '.join(sorted(unknown))}; --list prints them")
     if not options.limit > 0:
         parser.error(f"--limit is {options.limit:g}; expected seconds above 0")
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json is {options.json}; expected a file in a folder that is there")
     names = [name for name in parts.PARTS if not options.part or name in options.part]
 
     def tell(part: dict[str, Any]) -> None:
