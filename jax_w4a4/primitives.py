@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
+from jax.sharding import PartitionSpec as P
 
 from jax_w4a4 import _ffi, plan, reference, selftest
 from jax_w4a4.formats import FLOAT_DTYPES, Spec
@@ -250,10 +251,17 @@ def _gemm_avals(
 
 def _workspace_avals(like: Any, found: plan.Plan, kind: str) -> list[Any]:
     """Results after y, which carry what one launch leaves for the next; the plan says which."""
-    return [
-        like.update(shape=buffer.shape, dtype=jnp.dtype(buffer.dtype), weak_type=False)
-        for buffer in found.workspace(like.shape[0], kind)
-    ]
+
+    def aval(buffer: Any) -> Any:
+        whole = P(*[None] * len(buffer.shape))
+        return like.update(
+            shape=buffer.shape,
+            dtype=jnp.dtype(buffer.dtype),
+            weak_type=False,
+            sharding=jax.sharding.NamedSharding(like.sharding.mesh, whole),
+        )
+
+    return [aval(buffer) for buffer in found.workspace(like.shape[0], kind)]
 
 
 def _quantize_abstract(*avals, spec: Spec, **_):

@@ -252,6 +252,19 @@ class MatmulTest(parameterized.TestCase):
                     self.assertEqual(census(f.lower(placed, w).compile()), {})
                 self.assertLess(cases.error(f(placed, w), want), 1e-6)
 
+    def test_vmap_over_sharded_weights(self):
+        """Explicit mesh, with the kernel that bfloat16 has, whose workspace has vectors."""
+        mesh = make_mesh(AxisType.Explicit)
+        x, w = cases.activation(4, 6, K, dtype="bfloat16"), stacked(rank=16)
+        want = jax.jit(jax.vmap(matmul))(x, w)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+            placed_w = jax.tree.map(
+                lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("data"))), w
+            )
+            y = jax.jit(jax.vmap(matmul))(placed, placed_w)
+        self.assertLess(cases.error(y, want), 1e-6)
+
     def test_nested_vmap_over_sharded_dimensions(self):
         """All axes of the mesh are vmap's."""
         mesh = make_mesh(AxisType.Explicit)
@@ -374,8 +387,8 @@ BATCHED = {
 }
 
 
-def stacked():
-    weights = [cases.weight(N, K, "mxfp4", seed=seed) for seed in range(4)]
+def stacked(**options):
+    weights = [cases.weight(N, K, "mxfp4", seed=seed, **options) for seed in range(4)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
 
 
