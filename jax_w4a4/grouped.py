@@ -98,7 +98,8 @@ def grouped_matmul(
 
 
 def _check_sizes(group_sizes: Any, groups: int, who: str) -> Array:
-    if not (hasattr(group_sizes, "shape") and hasattr(group_sizes, "dtype")):
+    known = isinstance(group_sizes, jax.Array | np.ndarray | np.generic)
+    if not known and not hasattr(group_sizes, "__jax_array__"):
         raise TypeError(
             f"jax_w4a4.{who}: group_sizes is {type(group_sizes).__name__}; expected an integer "
             f"array ({groups},)"
@@ -209,7 +210,10 @@ def _grouped_bwd(call: Call, residuals: Any, g: Array) -> tuple[Array, None, Wei
     if w.channel_scale is not None:
         # y depends on it through alpha * acc, which is the product without the other terms.
         bare = w.replace(lora_down=None, lora_up=None, channel_scale=None, bias=None)
-        product = _grouped_vmap(call.replace(out_dtype="float32"), x, bounds, bare)
+        # In fp32, for which there is no kernel: whoever insists on one means the product itself.
+        asked = None if call.implementation == "cuda" else call.implementation
+        exact = call.replace(out_dtype="float32", implementation=asked, kernel=None)
+        product = _grouped_vmap(exact, x, bounds, bare)
         d["channel_scale"] = groups.sum(g * product)
     return _x_bwd(groups, x, w, g, d), None, _cotangent(w, d)
 

@@ -323,7 +323,8 @@ def _matmul_bwd(call: Call, residuals: tuple[Any, Weight], g: Array) -> tuple[An
         # y depends on it through alpha * acc, which is the product without the other terms.
         bare = w.replace(lora_down=None, lora_up=None, channel_scale=None, bias=None)
         bare_x = x.replace(lora_act=None) if isinstance(x, Activation) else x
-        product = _matmul_vmap(call.replace(out_dtype="float32"), bare_x, bare)
+        # In fp32, which the kernel that the call names may not store.
+        product = _matmul_vmap(call.replace(out_dtype="float32", kernel=None), bare_x, bare)
         d["channel_scale"] = jnp.sum(g * product, axis=lead)
     back = _activation_bwd if isinstance(x, Activation) else _x_bwd
     return back(x, w, g, d), _cotangent(w, d)

@@ -431,6 +431,23 @@ class LoweringTest(parameterized.TestCase):
             ).as_text()  # fmt: skip
         self.assertNotIn("jax_w4a4.grouped", text)
 
+    @parameterized.parameters("cuda", "sm90_grouped")
+    def test_gradients_of_a_kernel_that_is_asked_for(self, implementation):
+        """The product that the gradient of channel_scale needs is none that the kernel stores."""
+        w = stack(format="mxfp4", rank=16)
+        x = cases.activation(M, K, dtype="bfloat16")
+
+        def loss(x, channel_scale):
+            v = w.replace(channel_scale=channel_scale)
+            y = grouped_matmul(x, v, jnp.ones(G, int), implementation=implementation)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        cuda_text(jax.grad(loss), x, w.channel_scale)
+        primitives._warned.clear()
+        with self.assertWarnsRegex(primitives.FallbackWarning, "the result is float32"):
+            text = cuda_text(jax.grad(loss, argnums=1), x, w.channel_scale)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
+
     def test_cuda_on_cpu(self):
         if any(device.platform != "cpu" for device in jax.devices()):
             self.skipTest("there is a GPU")
@@ -454,6 +471,11 @@ class ErrorTest(parameterized.TestCase):
         (dict(x=jnp.ones((M, K + 1))), ValueError, r"x is float32\[11,129\] .* K=128"),
         (dict(x=jnp.ones((2, M, K))), ValueError, r"x is float32\[2,11,128\]; expected \(M, K\)"),
         (dict(group_sizes=[1, 2]), TypeError, "group_sizes is list; expected an integer"),
+        (
+            dict(group_sizes=jax.ShapeDtypeStruct((G,), "int32")),
+            TypeError,
+            "group_sizes is ShapeDtypeStruct; expected an integer array",
+        ),
         (dict(group_sizes=jnp.ones(G)), TypeError, r"group_sizes is float32\[4\]; expected integ"),
         (dict(group_sizes=jnp.ones(G, bool)), TypeError, r"group_sizes is bool\[4\]"),
         (dict(group_sizes=jnp.ones(3, int)), ValueError, r"int32\[3\] and the weight has 4 groups"),

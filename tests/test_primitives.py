@@ -287,6 +287,19 @@ class CudaLoweringTest(parameterized.TestCase):
         self.assertIn("stablehlo.case", text)
         self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
 
+    @parameterized.parameters("sm90_v2", "sm90_decode", "sm90_v1")
+    def test_gradients_of_a_named_kernel(self, name):
+        """channel_scale's gradient has an fp32 product, which not every kernel stores."""
+        w = cases.weight(256, 128, rank=16)
+        x = cases.activation(8, 128, dtype="bfloat16")
+
+        def loss(x, channel_scale):
+            y = matmul(x, w.replace(channel_scale=channel_scale), implementation=name)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        text = cuda_text(jax.grad(loss, argnums=(0, 1)), x, w.channel_scale)
+        self.assertEqual(text.count("custom_call @jax_w4a4.matmul"), 2)
+
     def test_xla_implementation_has_no_call(self):
         f = functools.partial(matmul, implementation="xla")
         self.assertEqual(ffi_calls(cuda_text(f, self.x, self.w)), [])
