@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 from jax.sharding import PartitionSpec as P
@@ -617,8 +618,13 @@ def grouped_local(call: Call, x: Array, bounds: Array, w: Weight) -> Array:
 
 
 def batched_local(call: Call, x: Array, w: Weight) -> Array:
-    """One device's products of x (G, ..., K) with a stacked weight (G, N, K): one grouped call."""
+    """One device's products of x (G, ..., K) with a stacked weight (G, N, K): one grouped call.
+
+    A loop where the share has no grouped kernel, such as parts under a sharded K, in fp32.
+    """
     groups, *lead, k = x.shape
+    if call.target is not None and not has_grouped_plan(call, groups, x.shape[1:], x.dtype, w):
+        return lax.map(lambda operands: matmul_local(call, *operands), (x, w))
     rows = math.prod(lead)
     bounds = jnp.arange(groups + 1, dtype=jnp.int32) * rows
     y = grouped_local(call, x.reshape(groups * rows, k), bounds, w)

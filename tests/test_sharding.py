@@ -541,6 +541,20 @@ class BatchedTest(parameterized.TestCase):
             self.assertEqual(shapes[-1], local)
             self.assertLess(cases.error(f(x, w), want), 1e-3 if "k" in name else 1e-6)
 
+    @parameterized.named_parameters(*BOTH)
+    def test_sharded_k_loops(self, kind):
+        """Parts of a product are in fp32, which the grouped kernel does not store."""
+        x, w = cases.activation(4, 3, K, dtype="bfloat16"), stacked(rank=16)
+        want = jax.jit(jax.vmap(matmul))(x, w)
+        mesh = make_mesh(kind)
+        with context(kind, mesh):
+            placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "model")))
+            placed_w = place_weight(w, mesh, ("model", "k"))
+            with plan.recording() as plans:
+                compiled = jax.jit(jax.vmap(matmul)).lower(placed, placed_w).compile()
+        self.assertEqual((plans[-1].problem.out_dtype, plans[-1].problem.groups), ("float32", 0))
+        self.assertLess(cases.error(compiled(placed, placed_w), want), 1e-2)
+
 
 class SharedActivationTest(parameterized.TestCase):
     """quantize_activation over a mesh keeps x's sharding, and gemm takes it from there."""
