@@ -59,7 +59,8 @@ def grouped_matmul(
       w: stacked weight of logical shape (G, N, K): every array has a leading axis G.
         `jax.vmap(jax_w4a4.quantize)` makes one.
       group_sizes: (G,) integers, on the device: other sizes need no new compilation.
-      preferred_element_type, precision, implementation: as in `matmul`.
+      preferred_element_type, precision, implementation: as in `matmul`; the one kernel is
+        "sm90_grouped".
 
     Returns:
       (M, N).
