@@ -163,7 +163,9 @@ class Extension(parameterized.TestCase):
             self.skipTest("CPU package")
         info = _ffi.build_info()
         self.assertIn("90a", info["cuda_archs"])
-        self.assertEqual(_ffi.KERNELS, {"sm90_v1", "sm90_v2", "sm90_grouped"})
+        hopper = {"sm90_v1", "sm90_v2", "sm90_decode", "sm90_grouped"}
+        blackwell = {"sm100_v1", "sm100_v2"} if "100a" in info["cuda_archs"] else set()
+        self.assertEqual(_ffi.KERNELS, hopper | blackwell)
         self.assertRegex(info["nvcc"], r"^\d+\.\d+")
         self.assertLessEqual(info["ffi_api"], _ffi.running_ffi_api())
         self.assertEqual(set(_ffi._extension.registrations()), set(primitives.FFI_TARGETS.values()))

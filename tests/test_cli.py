@@ -52,7 +52,7 @@ class ExplainTest(parameterized.TestCase):
     def test_json(self):
         status, out, _ = run(*"explain 128 128 96 --target sm_90 --json".split())
         self.assertEqual(status, 0)
-        self.assertEqual(json.loads(out)["calls"][0]["plan"]["kernel"], "sm90_v1")
+        self.assertEqual(json.loads(out)["calls"][0]["plan"]["kernel"], "sm90_v2")
 
     def test_published_account_of_a_shape(self):
         command = "explain 4352 3840 3072 --rank 128 --accounting svdquant-v2 --tile-m 256"
@@ -111,7 +111,7 @@ class ExplainTest(parameterized.TestCase):
         ),
         ("explain 64 128 96 --out-dtype float64 --target sm_90", "out_dtype is float64; expected"),
         ("explain 64 128 96 --target sm_90 --tile-m 48", "no tile with tile_m=48"),
-        ("explain 128 128 96 --target sm_90 --main-stages 3", "at most 2"),
+        ("explain 128 128 96 --rank 8 --target sm_90 --main-stages 3", "at most 2"),
         ("explain 64 128 96 --unhalved lora_upp", "invalid choice: 'lora_upp'"),
         ("explode", "invalid choice: 'explode'"),
         ("", "required: command"),

@@ -30,7 +30,7 @@ EXACT = Case("mxfp4", 70, 200, 288, 32, clusters=1, exact=True)
 NVFP4 = Case("nvfp4", 70, 136, 208, 32, clusters=1, exact=True)
 INT4 = Case("int4", 70, 136, 288, 0, clusters=1, exact=True)
 ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
-GROUPS = Case("int4", 70, 136, 320, 48, block=64, clusters=1, stages=2)
+GROUPS = Case("int4", 70, 136, 320, 48, block=64, precision="highest", clusters=1, stages=2)
 PROMOTED = Case("mxfp4", 70, 136, 544, 48, precision="highest", promote_k=256, clusters=1, stages=2)
 FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 
@@ -185,13 +185,13 @@ MUTANTS = (
     _m("bias of the other row", "arithmetic", EXACT, "cells",
        (GEMM, "const float b1 = rows[1].inputs.bias;", "const float b1 = rows[0].inputs.bias;")),
     _m("last column of an odd N", "cells", ODD, "cells",
-       (GEMM, "if (n + 1 < args.n) out[1]", "if (n + 2 < args.n) out[1]"),
-       (GEMM, "if (n < args.n) out[0]", "if (n + 1 < args.n) out[0]")),
+       (GEMM, "if (feature + 1 < n) out[1]", "if (feature + 2 < n) out[1]"),
+       (GEMM, "if (feature < n) out[0]", "if (feature + 1 < n) out[0]")),
     _m("rows of the last tile", "cells", ODD, "cells",
-       (GEMM, "token_row < kTileM && tile.m0 + token_row < args.m; token_row += 4",
-        "token_row < kTileM && tile.m0 + token_row + 4 < args.m; token_row += 4")),
+       (GEMM, "min(kTileM, args.m - tile.m0), warp, lane);",
+        "min(kTileM, args.m - tile.m0 - 4), warp, lane);")),
     _m("direct store past N", "cells", ODD, "OutOfBoundsError cells",
-       (GEMM, "if (n + 1 < args.n) out[1]", "out[1]")),
+       (GEMM, "if (feature + 1 < n) out[1]", "out[1]")),
     _m("both CTAs of a pair take the same rows", "cells", PAIR, "cells RaceError",
        (GEMM, "n * cluster_n + rank * kTileN};", "n * cluster_n};")),
     _m("a tile computed twice", "cells", dataclasses.replace(MANY, clusters=2), "RaceError cells",

@@ -23,6 +23,14 @@ class TableTest(absltest.TestCase):
         for _, found in mutant_table.TABLES:
             self.assertLen({m.name for m in found}, len(found))
 
+    def test_every_edit_has_its_place(self):
+        """Most bugs are seeded by the slow suite only: a moved line must not disarm them."""
+        for _, found in mutant_table.TABLES:
+            for mutant in found:
+                for edit in (e for e in mutant.edits if len(e) == 3):
+                    source = (mutant_table.ROOT / "cuda" / edit[0]).read_text()
+                    self.assertEqual(source.count(edit[1]), 1, f"{mutant.name}: {edit[:2]}")
+
 
 if __name__ == "__main__":
     absltest.main()
