@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds, proves and times the package on a GPU machine, without network:
-#   bash bench/gpu_checks.sh OUT [build selftest gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo]
+#   bash bench/gpu_checks.sh OUT [build selftest gpu parity grouped corners sanitizer suite bench benchgrouped benchdecode accounting accuracy demo]
 # Leaves JSON and logs in the folder OUT. Every step runs even if an earlier one failed; the exit
 # code is the number of failed steps.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
-steps=${*:-build selftest gpu parity grouped corners sanitizer suite bench benchgrouped accounting accuracy demo}
+steps=${*:-build selftest gpu parity grouped corners sanitizer suite bench benchgrouped benchdecode accounting accuracy demo}
 failed=0
 
 step() {
@@ -45,6 +45,7 @@ step sanitizer sanitize
 step suite env JAX_PLATFORMS=cpu python3 -P -m pytest tests -q -n 8 -m "not gpu"
 step bench python3 -m bench --json "$out/bench.json"
 step benchgrouped python3 -m bench.grouped --json "$out/grouped.json"
+step benchdecode python3 -m bench.decode --json "$out/decode.json"
 step accounting python3 -m bench.accounting --json "$out/accounting.json"
 step accuracy python3 -m bench.accuracy --json "$out/accuracy.json"
 step demo python3 -P -m jax_w4a4 demo --json "$out/demo.json"

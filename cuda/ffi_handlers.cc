@@ -576,7 +576,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
 
 // What became of a launch; a good one is the last launch from now on.
 Error Launched(const char* what, const LaunchResult& done, const void* kernel,
-               int device, int smem_bytes, int cluster) {
+               int device, int threads, int smem_bytes, int cluster) {
   if (done.detail != nullptr) {
     return Error(ErrorCode::kInternal,
                  std::string("jax_w4a4: the driver refused a tensor map of ") +
@@ -584,8 +584,8 @@ Error Launched(const char* what, const LaunchResult& done, const void* kernel,
   }
   if (done.code != cudaSuccess) return CudaError(what, done.code);
   std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {kernel,         device,     static_cast<unsigned>(done.grid), 1,
-            kGemmV2Threads, smem_bytes, cluster};
+  g_last = {kernel,  device,     static_cast<unsigned>(done.grid), 1,
+            threads, smem_bytes, cluster};
   return Error::Success();
 }
 
@@ -619,7 +619,7 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
                    stream);
   return Launched("gemm sm90_v2", done,
                   GemmV2Kernel(plan.V2Path(), tile_m, cluster), device,
-                  p.smem.total_bytes, cluster);
+                  kGemmV2Threads, p.smem.total_bytes, cluster);
 }
 
 Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
@@ -652,21 +652,9 @@ Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
       LaunchDecode(plan.V2Path(), tile_m, p,
                    g_dependent_launch.load(std::memory_order_relaxed), device,
                    stream);
-  if (done.detail != nullptr) {
-    return Error(ErrorCode::kInternal,
-                 std::string("jax_w4a4: the driver refused a tensor map of ") +
-                     done.detail);
-  }
-  if (done.code != cudaSuccess) return CudaError("gemm sm90_decode", done.code);
-  std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {DecodeKernel(plan.V2Path(), tile_m, p.tile_n),
-            device,
-            static_cast<unsigned>(done.grid),
-            1,
-            kDecodeThreads,
-            p.smem.total_bytes,
-            p.splits};
-  return Error::Success();
+  return Launched("gemm sm90_decode", done,
+                  DecodeKernel(plan.V2Path(), tile_m, p.tile_n), device,
+                  kDecodeThreads, p.smem.total_bytes, p.splits);
 }
 
 // The gemm of a plan that reads the private layout.
@@ -833,21 +821,9 @@ Error GemmSm100(cudaStream_t stream, const GemmBuffers& b, const AtomBuffers& w,
       LaunchSm100Gemm(format, group, tile_n, p,
                       g_dependent_launch.load(std::memory_order_relaxed), device,
                       stream);
-  if (done.detail != nullptr) {
-    return Error(ErrorCode::kInternal,
-                 std::string("jax_w4a4: the driver refused a tensor map of ") +
-                     done.detail);
-  }
-  if (done.code != cudaSuccess) return CudaError("gemm sm100_v2", done.code);
-  std::lock_guard<std::mutex> lock(g_last_mutex);
-  g_last = {Sm100GemmKernel(format, group, tile_n),
-            device,
-            static_cast<unsigned>(done.grid),
-            1,
-            kSm100Threads,
-            p.smem.total_bytes,
-            group};
-  return Error::Success();
+  return Launched("gemm sm100_v2", done,
+                  Sm100GemmKernel(format, group, tile_n), device,
+                  kSm100Threads, p.smem.total_bytes, group);
 }
 
 Error MatmulSm100(cudaStream_t stream, const QuantizeBuffers& q,
@@ -1036,7 +1012,7 @@ Error GemmGrouped(cudaStream_t stream, const GroupedBuffers& b,
                     stream);
   return Launched("gemm sm90_grouped", done,
                   GroupedKernel(plan.V2Path(), tile_m), device,
-                  p.smem.total_bytes, 1);
+                  kGemmV2Threads, p.smem.total_bytes, 1);
 }
 
 // The results of a call after y, as many as its kernel's plan has.
