@@ -5,11 +5,10 @@ What does not depend on the architecture is that of product.py.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -125,19 +124,6 @@ def make_operands(case: Case) -> dict[str, np.ndarray]:
 @functools.cache
 def host() -> Host:
     return Host(*toolchain.host_library("sm100"))
-
-
-@contextlib.contextmanager
-def seeded(sources: Sequence[str], edits: Sequence[toolchain.Edit]) -> Iterator[Host]:
-    """The product's driver with kernels that have bugs, for a while."""
-    driver = host()
-    saved = dict(driver.kernels)
-    try:
-        for source in sources:
-            driver.load(toolchain.codes(toolchain.product_ptx(source, edits)))
-        yield driver
-    finally:
-        driver.kernels = saved
 
 
 class GemmCall(ctypes.Structure):

@@ -233,9 +233,11 @@ def host() -> Host:
 
 
 @contextlib.contextmanager
-def seeded(sources: Sequence[str], edits: Sequence[toolchain.Edit]) -> Iterator[Host]:
-    """The product's driver with kernels that have bugs, for a while."""
-    driver = host()
+def seeded(
+    sources: Sequence[str], edits: Sequence[toolchain.Edit], driver: Host | None = None
+) -> Iterator[Host]:
+    """The product's driver, sm_90's unless given, with kernels that have bugs, for a while."""
+    driver = driver or host()
     saved = dict(driver.kernels)
     try:
         for source in sources:

@@ -165,7 +165,7 @@ class Noticing(parameterized.TestCase):
                 raise product.WrongCells("codes or scale factors are wrong")
 
     def notice(self, mutant):
-        with blackwell.seeded(mutant.sources, mutant.all_edits()):
+        with product.seeded(mutant.sources, mutant.all_edits(), blackwell.host()):
             for seed, policy in itertools.product(range(2), POLICIES):
                 options = Options(policy, seed, max_steps=500_000)
                 try:
