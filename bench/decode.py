@@ -1,25 +1,33 @@
 """`python -m bench.decode`: microseconds per layer of a jitted stack of small-M layers.
 
-A stack is one jitted function of 16 or more layers of one shape, each with weights of its own, more
-than the L2 holds. The results of a call are donated to the next, so that every buffer keeps its
-address and the stack is one CUDA graph that is replayed. Low-rank branch (R = 32), channel_scale
-and bias are on, and every layer starts from bf16 x. Peers run in graphs of their own, quantization
-included.
+A stack is 16 or more layers of one shape, each with weights of its own, more than the L2 holds. One
+jitted call runs all of them several times in turn, because what a dispatch costs the host grows
+with the number of arrays it is given, here hundreds: after one turn of small layers the GPU would
+wait for the host. The call is one CUDA graph that is replayed. Low-rank branch (R = 32),
+channel_scale and bias are on, and every layer starts from bf16 x. Peers run in graphs of their own,
+quantization included.
+
+Every row says what a dispatch costs the host while the GPU is idle ("host"), and is marked where
+that is most of the time: such a row measures the host. "captures" counts handler calls that went
+into a CUDA graph while the clock ran: none where the graph was replayed.
 
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
 """
 
 import argparse
+import functools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_w4a4
-from jax_w4a4 import plan
+from jax_w4a4 import _ffi
 
 from . import cases, peers, timing
 from .__main__ import environment
@@ -31,6 +39,11 @@ ROWS = (1, 16, 64)
 RANK = 32
 # Packed bytes that a stack rotates through: several times the L2.
 STACK_BYTES = 570e6
+# How long each layer must keep the GPU in one dispatch, which costs the host about 10 us per layer.
+TURNS_SECONDS = 50e-6
+MOST_TURNS = 8
+# A row whose dispatch takes the host this share of its time measures the host.
+HOST_BOUND = 0.8
 CROSSOVER = ((4096, 4096), (4096, 14336), (8192, 8192))
 CROSSOVER_ROWS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048, 4096, 8192,
@@ -42,24 +55,52 @@ def layers_of(shape: Shape) -> int:
     return min(64, max(16, round(STACK_BYTES / (shape.n * shape.k * 17 / 32))))
 
 
-def stack(call: Callable, sets: list[tuple]) -> timing.Chain:
-    """One jitted call of every layer whose results land where those of the call before lay."""
+def turns_of(shape: Shape) -> int:
+    """How often a dispatch goes through the layers, by a guess at a layer's time."""
+    guess = 4e-6 + max(shape.n * shape.k * 17 / 32 / 4.5e12, shape.flops / 1.4e15)
+    return min(MOST_TURNS, math.ceil(TURNS_SECONDS / guess))
 
-    def layers(_, sets):
-        return [call(*operands) for operands in sets]
 
-    jitted = jax.jit(layers, donate_argnums=0, keep_unused=True)
-    shapes = jax.eval_shape(layers, None, sets)
-    state = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)]
+def program(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
+    """A function of the layers' operands, flat, that goes through the layers `turns` times.
 
-    def enqueue() -> list[jax.Array]:
-        state[0] = jitted(state[0], sets)
+    Layer i of turn t takes the x of layer i + t: no product is asked for twice. A turn's x depends
+    on the results of the turn before, so that products with one weight can't be merged. Of each
+    result one element is read, all in one small kernel per turn; without a reader XLA would drop
+    the product.
+    """
+
+    def layers(seen, *leaves):
+        xs, weights = zip(*tree.unflatten(leaves), strict=True)
+        for t in range(turns):
+            ys = [call(xs[(i + t) % len(xs)], w) for i, w in enumerate(weights)]
+            # Or XLA might compute the elements that are read and no others.
+            ys = jax.lax.optimization_barrier(ys)
+            seen = seen + jnp.stack([y[0, 0] for y in ys]).astype(seen.dtype)
+            xs, seen = jax.lax.optimization_barrier((xs, seen))
+        return seen
+
+    return layers
+
+
+def stack(call: Callable, sets: list[tuple], turns: int) -> timing.Chain:
+    """`program` on these operands.
+
+    Its result is donated to the next call, so that no address changes, and it is the only one:
+    every array that the host has to make costs time.
+    """
+    leaves, tree = jax.tree.flatten(sets)
+    jitted = jax.jit(program(call, tree, turns), donate_argnums=0)
+    state = [jnp.zeros(len(sets))]
+
+    def enqueue() -> jax.Array:
+        state[0] = jitted(state[0], *leaves)
         return state[0]
 
-    return timing.Chain(enqueue, jax.block_until_ready, len(sets))
+    return timing.Chain(enqueue, jax.block_until_ready, turns * len(sets))
 
 
-def xla_bf16(shape: Shape, layers: int) -> timing.Chain:
+def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
     keys = jax.random.split(jax.random.key(0), layers)
     sets = [
         (
@@ -68,45 +109,67 @@ def xla_bf16(shape: Shape, layers: int) -> timing.Chain:
         )
         for key in keys
     ]
-    return stack(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets)
+    return stack(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets, turns)
 
 
-def ours(layer: cases.Layer, shape: Shape, layers: int) -> timing.Chain:
+def ours(layer: cases.Layer, shape: Shape, layers: int, turns: int) -> timing.Chain:
     make = jax.jit(lambda key: cases.random_layer(key, shape, layer))
     sets = [make(key) for key in jax.random.split(jax.random.key(0), layers)]
-    return stack(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets)
+    return stack(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets, turns)
 
 
-def routes(layers: list[cases.Layer]) -> Iterator[tuple[str, cases.Builder]]:
+def peer(build: cases.Builder, shape: Shape, layers: int, turns: int) -> timing.Chain:
+    return peers.graphed(build(shape, layers), turns)
+
+
+Builder = Callable[[Shape, int, int], timing.Chain]
+
+
+def routes(layers: list[cases.Layer]) -> Iterator[tuple[str, Builder]]:
     yield cases.BASE, xla_bf16
     for name, build in peers.routes():
         if name in ("torch bf16", "humming w4a8 mxfp4"):
-            yield f"{name}, graph", lambda shape, n, build=build: peers.graphed(build(shape, n))
+            yield f"{name}, graph", functools.partial(peer, build)
     for layer in layers:
-        yield f"matmul {layer.name}", lambda shape, n, layer=layer: ours(layer, shape, n)
+        yield f"matmul {layer.name}", functools.partial(ours, layer)
 
 
 def describe(layer: cases.Layer, shape: Shape) -> str:
     """Kernel and tile that the planner takes; nothing where XLA runs the layer."""
-    x, w = jax.eval_shape(lambda key: cases.random_layer(key, shape, layer), jax.random.key(0))
-    with plan.recording() as plans:
-        jax.eval_shape(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), x, w)
-    if not plans:
+    if not _ffi.has_cuda() or jax.default_backend() != "gpu":
         return ""
-    found = plans[0]
-    return f"{found.kernel} {found.tile_m}x{found.tile_n} cluster {found.cluster}"
+    operands = jax.eval_shape(lambda key: cases.random_layer(key, shape, layer), jax.random.key(0))
+    call = functools.partial(jax_w4a4.matmul, **layer.matmul)
+    found = jax_w4a4.explain(call, *operands).calls[0].plan
+    return f"{found.kernel} {found.tile_m}x{found.tile_n} cluster {found.cluster}" if found else ""
 
 
-def time_one(name: str, build: cases.Builder, shape: Shape, rounds: int) -> dict:
+def measure(chain: timing.Chain, rounds: int) -> dict:
+    """Times of a chain, and whose they are: the GPU's or the host's."""
+    host = timing.host_seconds(chain)
+    before = _ffi.counters() if _ffi.has_cuda() else {}
+    seconds = timing.seconds_per_call(chain, rounds=rounds)
+    after = _ffi.counters() if _ffi.has_cuda() else {}
+    return {
+        "us": seconds * 1e6,
+        "dispatch_us": seconds * chain.calls * 1e6,
+        "host_us": host * 1e6,
+        "host_bound": host > HOST_BOUND * seconds * chain.calls,
+        "handler_calls": after.get("calls", 0) - before.get("calls", 0),
+        "captures": after.get("captured", 0) - before.get("captured", 0),
+    }
+
+
+def time_one(name: str, build: Builder, shape: Shape, turns: int, rounds: int) -> dict:
     layers = layers_of(shape)
     row = {"m": shape.m, "k": shape.k, "n": shape.n, "rank": shape.rank, "route": name}
+    row |= {"layers": layers, "turns": turns}
     try:
-        chain = build(shape, layers)
-        seconds = timing.seconds_per_call(chain, rounds=rounds)
+        row |= measure(build(shape, layers, turns), rounds)
     except Exception as error:  # a peer that cannot run a shape is a result, not the end
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     packed = shape.n * shape.k * 17 / 32  # e2m1 and a byte of scale per 32
-    return row | {"layers": layers, "us": seconds * 1e6, "packed_tb_per_s": packed / seconds / 1e12}
+    return row | {"packed_tb_per_s": packed / row["us"] / 1e6}
 
 
 def line(row: dict) -> str:
@@ -116,7 +179,10 @@ def line(row: dict) -> str:
     text = f"{head} {row['us']:8.2f} us"
     if "speedup_vs_xla_bf16" in row:
         text += f" {row['packed_tb_per_s']:6.2f} TB/s {row['speedup_vs_xla_bf16']:6.2f}x"
-    return f"{text}  {row.get('plan', '')}"
+    text += f"  host {row['host_us'] / row['dispatch_us']:4.0%}"
+    if row["captures"]:
+        text += f" {row['captures']} captures"
+    return f"{text}{' HOST BOUND' if row['host_bound'] else ''}  {row.get('plan', '')}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip", nargs="+", default=[], help="no routes with these in the name")
     parser.add_argument("--crossover", action="store_true", help="M = 1 .. 8192")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turns", type=int, help="how often a dispatch goes through the layers")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(argv)
     shapes = CROSSOVER if args.crossover else LAYERS
@@ -144,8 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     for k, n in shapes:
         for m in rows_of:
             shape, base = Shape(m, k, n, RANK), None
+            turns = args.turns or turns_of(shape)
             for name, build in todo:
-                row = time_one(name, build, shape, args.rounds)
+                row = time_one(name, build, shape, turns, args.rounds)
                 if "error" not in row:
                     base = row["us"] if base is None else base
                     row["speedup_vs_xla_bf16"] = base / row["us"]

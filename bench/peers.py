@@ -22,15 +22,17 @@ def _chain(call: Callable, sets: list[tuple]) -> Chain:
     return Chain(enqueue, lambda _: torch.cuda.synchronize(), len(sets))
 
 
-def graphed(chain: Chain) -> Chain:
-    """The chain as one CUDA graph: small layers are otherwise timed by what the host spends."""
+def graphed(chain: Chain, turns: int) -> Chain:
+    """The chain, `turns` times in a row, as one CUDA graph: small layers are otherwise timed by
+    what the host spends."""
     import torch
 
     chain.wait(chain.enqueue())  # compiles and allocates, which a capture does not allow
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.enqueue()
-    return Chain(graph.replay, chain.wait, chain.calls)
+        for _ in range(turns):
+            chain.enqueue()
+    return Chain(graph.replay, chain.wait, turns * chain.calls)
 
 
 def _random(torch: Any, rows: int, columns: int) -> Any:

@@ -10,7 +10,31 @@ import jax
 
 from jax_w4a4._timing import Chain, copies_past_cache, jax_chain, seconds_per_call
 
-__all__ = ["Chain", "copies_past_cache", "jax_chain", "kernel_seconds", "seconds_per_call"]
+__all__ = [
+    "Chain",
+    "copies_past_cache",
+    "host_seconds",
+    "jax_chain",
+    "kernel_seconds",
+    "seconds_per_call",
+]
+
+
+def host_seconds(chain: Chain, *, samples: int = 5) -> float:
+    """Median seconds that the host spends on one `enqueue` while the device is idle.
+
+    Back to back, chains can't take less than this: where it comes near the wall time of one, the
+    time measured is the host's.
+    """
+    for _ in range(3):  # compile, then let command buffers be recorded
+        chain.wait(chain.enqueue())
+    spent = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        out = chain.enqueue()
+        spent.append(time.perf_counter() - start)
+        chain.wait(out)
+    return statistics.median(spent)
 
 
 def kernel_seconds(chain: Chain, *, min_seconds: float = 0.05) -> dict[str, float]:

@@ -4,9 +4,11 @@ import json
 import pathlib
 import sys
 import tempfile
+import time
 from unittest import mock
 from xml.etree import ElementTree
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -155,15 +157,56 @@ class AccuracyTest(parameterized.TestCase):
         self.assertGreater(row["error"], 0.03)
 
 
-class DecodeTest(parameterized.TestCase):
-    """The stack of layers keeps its buffers, and the picture shows every point."""
+def layers_of_ones(count):
+    """Operands of `count` layers, told apart by their values, and the sums read of them."""
+    sets = [(jnp.full((8, 64), i + 1.0), jnp.eye(64) * 10.0**i) for i in range(count)]
 
-    def test_results_land_where_the_last_ones_lay(self):
-        chain = decode.stack(lambda x, w: x @ w, [(jnp.ones((8, 64)), jnp.eye(64))] * 3)
-        first = [y.unsafe_buffer_pointer() for y in chain.enqueue()]
-        again = chain.enqueue()
-        self.assertEqual(first, [y.unsafe_buffer_pointer() for y in again])
-        np.testing.assert_array_equal(again[2], np.ones((8, 64)))
+    def read(turns):
+        return [sum(10.0**i * ((i + t) % count + 1.0) for t in range(turns)) for i in range(count)]
+
+    return sets, read
+
+
+class DecodeTest(parameterized.TestCase):
+    """What is timed is the GPU at work on every layer, and the picture shows every point."""
+
+    def test_every_turn_takes_another_x_to_each_weight(self):
+        sets, read = layers_of_ones(3)
+        chain = decode.stack(lambda x, w: x @ w, sets, 2)
+        self.assertEqual(chain.calls, 6)
+        np.testing.assert_array_equal(chain.enqueue(), read(2))
+        np.testing.assert_array_equal(chain.enqueue(), np.multiply(read(2), 2))
+
+    def test_the_result_lands_where_the_last_one_lay(self):
+        chain = decode.stack(lambda x, w: x @ w, layers_of_ones(3)[0], 2)
+        first = chain.enqueue().unsafe_buffer_pointer()
+        self.assertEqual(chain.enqueue().unsafe_buffer_pointer(), first)
+
+    @parameterized.parameters(1, 3)
+    def test_the_compiler_drops_and_merges_no_product(self, turns):
+        leaves, tree = jax.tree.flatten(layers_of_ones(4)[0])
+        layers = jax.jit(decode.program(lambda x, w: x @ w, tree, turns))
+        text = layers.lower(jnp.zeros(4), *leaves).compile().as_text()
+        self.assertEqual(text.count(" dot("), 4 * turns, text)
+
+    def test_small_layers_take_more_turns(self):
+        turns = [decode.turns_of(shapes.Shape(1, k, k, 32)) for k in (4096, 8192, 16384)]
+        self.assertEqual(turns, sorted(turns, reverse=True))
+        self.assertGreater(turns[0], 4)
+        self.assertEqual(decode.turns_of(shapes.Shape(8192, 4096, 14336, 32)), 1)
+
+    def test_a_slow_host_is_told_from_a_slow_device(self):
+        """The device of this chain works for as long as `wait` takes."""
+
+        def chain(enqueue, wait):
+            return timing.Chain(lambda: time.sleep(enqueue), lambda _: time.sleep(wait), 2)
+
+        host = decode.measure(chain(0.004, 0), 1)
+        self.assertTrue(host["host_bound"], host)
+        self.assertGreater(host["host_us"], 3900)
+        self.assertGreater(host["dispatch_us"], 3900)
+        device = decode.measure(chain(0.004, 0.1), 1)
+        self.assertFalse(device["host_bound"], device)
 
     def test_stacks_exceed_the_cache(self):
         for k, n in decode.LAYERS:
@@ -175,11 +218,16 @@ class DecodeTest(parameterized.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
             arguments = ["--shapes", "64x128", "--rows", "1", "4", "--rounds", "1"]
+            arguments += ["--turns", "2"]
             with mock.patch.object(decode, "layers_of", lambda _: 2):
                 self.assertEqual(decode.main([*arguments, "--json", str(path)]), 0)
             result = json.loads(path.read_text())
         self.assertEqual({row["m"] for row in result["rows"]}, {1, 4})
         self.assertIn("matmul mxfp4", {row["route"] for row in result["rows"]})
+        for row in result["rows"]:
+            self.assertEqual((row["layers"], row["turns"]), (2, 2))
+            self.assertAlmostEqual(row["dispatch_us"], 4 * row["us"])
+            self.assertEqual((row["handler_calls"], row["captures"]), (0, 0))
         picture = ElementTree.fromstring(plot.draw(result))
         lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
         self.assertLen(lines, len({row["route"] for row in result["rows"]}))

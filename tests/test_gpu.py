@@ -457,6 +457,25 @@ class CommandBuffers(parameterized.TestCase):
         self.assertEqual(report["wrong"], 0, report)
         self.assertGreaterEqual(report["moving"]["captured"], length * 10, report)
 
+    @parameterized.parameters((1, "mxfp4"), (16, "nvfp4"), (64, "mxfp4"))
+    def test_a_decode_step_is_one_graph(self, rows, format):
+        """After the first steps no handler runs: the host starts one graph per step."""
+        flags = "--xla_enable_command_buffers_during_profiling=true"
+        report = run_child("stack", flags, "16", str(rows), format)
+        self.assertEqual(report["kernel"], "sm90_decode", report)
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertGreaterEqual(report["first"]["captured"], 16, report)
+        self.assertEqual(report["replays"], {"calls": 0, "captured": 0}, report)
+        self.assertEqual(report["profiled"], {"calls": 0, "captured": 0}, report)
+        self.assertEqual(report["graph_launches"], 10, report)
+
+    def test_a_decode_step_without_command_buffers(self):
+        report = run_child("stack", "--xla_gpu_enable_command_buffer=", "16", "1", "mxfp4")
+        self.assertEqual(report["kernel"], "sm90_decode", report)
+        self.assertEqual(report["wrong"], 0, report)
+        self.assertEqual(report["replays"], {"calls": 160, "captured": 0}, report)
+        self.assertEqual(report["graph_launches"], 0, report)
+
 
 class DependentLaunch(parameterized.TestCase):
     """Quantizer and gemm of one call overlap, also inside a captured graph."""
