@@ -1,4 +1,7 @@
-"""`python -m bench.plot RESULT.json PICTURE.svg`: time against M of `bench.decode --crossover`."""
+"""`python -m bench.plot RESULT.json PICTURE.svg`: time against M of `bench.decode --crossover`.
+
+Points that measure the host are circled.
+"""
 
 import json
 import math
@@ -38,6 +41,11 @@ def panel(rows: list[dict], left: float, title: str, names: list[str]) -> list[s
         points = sorted((r["m"], r["us"]) for r in rows if r["route"] == name)
         path = " ".join("{:.1f},{:.1f}".format(*place(m, us)) for m, us in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        for row in rows:
+            if row["route"] == name and row.get("host_bound"):
+                x, y = place(row["m"], row["us"])
+                at = f'cx="{x:.1f}" cy="{y:.1f}" r="5"'
+                out.append(f'<circle {at} fill="none" stroke="{color}"/>')
     return out
 
 
@@ -56,6 +64,8 @@ def draw(result: dict) -> str:
         body.append(f'<text x="{x + 30}" y="{y}">{name}</text>')
     where = result["environment"]
     note = f"{where['device']}, jax {where['jax']}, {where['date']}, {where['command']}"
+    if any(row.get("host_bound") for row in rows):
+        note += "; circled: bound by the host"
     note = note.replace("&", "&amp;").replace("<", "&lt;")
     body.append(f'<text x="{LEFT}" y="{TOP + HEIGHT + 68}" fill="#555">{note}</text>')
     width = len(shapes) * (WIDTH + LEFT + GAP) + GAP

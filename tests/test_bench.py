@@ -233,6 +233,18 @@ class DecodeTest(parameterized.TestCase):
         self.assertLen(lines, len({row["route"] for row in result["rows"]}))
         self.assertTrue(all(len(line.get("points").split()) == 2 for line in lines))
 
+    def test_points_that_measure_the_host_are_circled(self):
+        rows = [
+            {"m": m, "k": 64, "n": 64, "route": "r", "us": 5.0 * m, "host_bound": m == 2}
+            for m in (1, 2, 4)
+        ]
+        where = {"device": "d", "jax": "j", "date": "t", "command": "c"}
+        picture = ElementTree.fromstring(plot.draw({"rows": rows, "environment": where}))
+        (line,) = picture.findall("{http://www.w3.org/2000/svg}polyline")
+        (circle,) = picture.findall("{http://www.w3.org/2000/svg}circle")
+        middle = line.get("points").split()[1]
+        self.assertEqual(f"{circle.get('cx')},{circle.get('cy')}", middle)
+
 
 if __name__ == "__main__":
     absltest.main()
