@@ -17,11 +17,9 @@ into a CUDA graph while the clock ran: none where the graph was replayed.
 import argparse
 import functools
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +37,6 @@ ROWS = (1, 16, 64)
 RANK = 32
 # Packed bytes that a stack rotates through: several times the L2.
 STACK_BYTES = 570e6
-# How long each layer must keep the GPU in one dispatch, which costs the host about 10 us per layer.
-TURNS_SECONDS = 50e-6
-MOST_TURNS = 8
 # A row whose dispatch takes the host this share of its time measures the host.
 HOST_BOUND = 0.8
 CROSSOVER = ((4096, 4096), (4096, 14336), (8192, 8192))
@@ -55,51 +50,6 @@ def layers_of(shape: Shape) -> int:
     return min(64, max(16, round(STACK_BYTES / (shape.n * shape.k * 17 / 32))))
 
 
-def turns_of(shape: Shape) -> int:
-    """How often a dispatch goes through the layers, by a guess at a layer's time."""
-    guess = 4e-6 + max(shape.n * shape.k * 17 / 32 / 4.5e12, shape.flops / 1.4e15)
-    return min(MOST_TURNS, math.ceil(TURNS_SECONDS / guess))
-
-
-def program(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
-    """A function of the layers' operands, flat, that goes through the layers `turns` times.
-
-    Layer i of turn t takes the x of layer i + t: no product is asked for twice. A turn's x depends
-    on the results of the turn before, so that products with one weight can't be merged. Of each
-    result one element is read, all in one small kernel per turn; without a reader XLA would drop
-    the product.
-    """
-
-    def layers(seen, *leaves):
-        xs, weights = zip(*tree.unflatten(leaves), strict=True)
-        for t in range(turns):
-            ys = [call(xs[(i + t) % len(xs)], w) for i, w in enumerate(weights)]
-            # Or XLA might compute the elements that are read and no others.
-            ys = jax.lax.optimization_barrier(ys)
-            seen = seen + jnp.stack([y[0, 0] for y in ys]).astype(seen.dtype)
-            xs, seen = jax.lax.optimization_barrier((xs, seen))
-        return seen
-
-    return layers
-
-
-def stack(call: Callable, sets: list[tuple], turns: int) -> timing.Chain:
-    """`program` on these operands.
-
-    Its result is donated to the next call, so that no address changes, and it is the only one:
-    every array that the host has to make costs time.
-    """
-    leaves, tree = jax.tree.flatten(sets)
-    jitted = jax.jit(program(call, tree, turns), donate_argnums=0)
-    state = [jnp.zeros(len(sets))]
-
-    def enqueue() -> jax.Array:
-        state[0] = jitted(state[0], *leaves)
-        return state[0]
-
-    return timing.Chain(enqueue, jax.block_until_ready, turns * len(sets))
-
-
 def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
     keys = jax.random.split(jax.random.key(0), layers)
     sets = [
@@ -109,13 +59,13 @@ def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
         )
         for key in keys
     ]
-    return stack(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets, turns)
+    return timing.jax_turns(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets, turns)
 
 
 def ours(layer: cases.Layer, shape: Shape, layers: int, turns: int) -> timing.Chain:
     make = jax.jit(lambda key: cases.random_layer(key, shape, layer))
     sets = [make(key) for key in jax.random.split(jax.random.key(0), layers)]
-    return stack(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets, turns)
+    return timing.jax_turns(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets, turns)
 
 
 def peer(build: cases.Builder, shape: Shape, layers: int, turns: int) -> timing.Chain:
@@ -211,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     for k, n in shapes:
         for m in rows_of:
             shape, base = Shape(m, k, n, RANK), None
-            turns = args.turns or turns_of(shape)
+            turns = args.turns or timing.turns_of(m, k, n)
             for name, build in todo:
                 row = time_one(name, build, shape, turns, args.rounds)
                 if "error" not in row:

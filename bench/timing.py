@@ -8,15 +8,24 @@ import time
 
 import jax
 
-from jax_w4a4._timing import Chain, copies_past_cache, jax_chain, seconds_per_call
+from jax_w4a4._timing import (
+    Chain,
+    copies_past_cache,
+    jax_chain,
+    jax_turns,
+    seconds_per_call,
+    turns_of,
+)
 
 __all__ = [
     "Chain",
     "copies_past_cache",
     "host_seconds",
     "jax_chain",
+    "jax_turns",
     "kernel_seconds",
     "seconds_per_call",
+    "turns_of",
 ]
 
 

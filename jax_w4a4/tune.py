@@ -99,16 +99,12 @@ def _operands(
 ) -> tuple[list[Array], list[Weight]]:
     """Operand sets that together don't fit the L2 cache."""
     m, k, n = shape
-    copies = _timing.copies_past_cache(n * k // 2 + jnp.dtype(dtype).itemsize * m * k, most=8)
-    xs, ws = [], []
-    for key in jax.random.split(jax.random.key(0), copies):
-        kx, kw = jax.random.split(key)
-        xs.append(jax.random.normal(kx, (m, k), dtype))
-        # One round of the fit: the kernels cannot tell a good low-rank branch from a bad one.
-        ws.append(
-            quantize(jax.random.normal(kw, (n, k)), format, rank=rank, iterations=1, **options)
-        )
-    return xs, ws
+    copies = _timing.copies_past_cache(n * k // 2 + jnp.dtype(dtype).itemsize * m * k, most=16)
+    kx, kw = jax.random.split(jax.random.key(0))
+    xs = [jax.random.normal(key, (m, k), dtype) for key in jax.random.split(kx, copies)]
+    # One round of the fit, and copies of one weight: the kernels cannot tell.
+    w = quantize(jax.random.normal(kw, (n, k)), format, rank=rank, iterations=1, **options)
+    return xs, [jax.tree.map(jnp.copy, w) for _ in range(copies)]
 
 
 def _tune_one(
@@ -117,11 +113,12 @@ def _tune_one(
     call = functools.partial(matmul, implementation="cuda", precision=precision)
     planned = _plan_of(call, xs[0], ws[0])
     sets = list(zip(xs, ws, strict=True))
+    turns = _timing.turns_of(*xs[0].shape, ws[0].shape[0])
 
     def seconds(choices: dict[str, int]) -> float:
         entry = Tuned(planned.target, planned.problem, _pairs(choices), 0.0, 0.0, device)
         with plan.tuning.using([entry]):
-            chain = _timing.jax_chain(call, sets)
+            chain = _timing.jax_turns(call, sets, turns)
             return _timing.seconds_per_call(chain, rounds=rounds)
 
     return sweep(planned, seconds, device)

@@ -19,6 +19,7 @@ import jax_w4a4  # noqa: E402
 from bench import __main__ as bench_main  # noqa: E402
 from bench import accounting, accuracy, cases, decode, plot, shapes, summary, timing  # noqa: E402
 from jax_w4a4 import plan  # noqa: E402
+from jax_w4a4._timing import turning  # noqa: E402
 
 
 class BenchTest(parameterized.TestCase):
@@ -172,28 +173,28 @@ class DecodeTest(parameterized.TestCase):
 
     def test_every_turn_takes_another_x_to_each_weight(self):
         sets, read = layers_of_ones(3)
-        chain = decode.stack(lambda x, w: x @ w, sets, 2)
+        chain = timing.jax_turns(lambda x, w: x @ w, sets, 2)
         self.assertEqual(chain.calls, 6)
         np.testing.assert_array_equal(chain.enqueue(), read(2))
         np.testing.assert_array_equal(chain.enqueue(), np.multiply(read(2), 2))
 
     def test_the_result_lands_where_the_last_one_lay(self):
-        chain = decode.stack(lambda x, w: x @ w, layers_of_ones(3)[0], 2)
+        chain = timing.jax_turns(lambda x, w: x @ w, layers_of_ones(3)[0], 2)
         first = chain.enqueue().unsafe_buffer_pointer()
         self.assertEqual(chain.enqueue().unsafe_buffer_pointer(), first)
 
     @parameterized.parameters(1, 3)
     def test_the_compiler_drops_and_merges_no_product(self, turns):
         leaves, tree = jax.tree.flatten(layers_of_ones(4)[0])
-        layers = jax.jit(decode.program(lambda x, w: x @ w, tree, turns))
+        layers = jax.jit(turning(lambda x, w: x @ w, tree, turns))
         text = layers.lower(jnp.zeros(4), *leaves).compile().as_text()
         self.assertEqual(text.count(" dot("), 4 * turns, text)
 
     def test_small_layers_take_more_turns(self):
-        turns = [decode.turns_of(shapes.Shape(1, k, k, 32)) for k in (4096, 8192, 16384)]
+        turns = [timing.turns_of(1, k, k) for k in (4096, 8192, 16384)]
         self.assertEqual(turns, sorted(turns, reverse=True))
         self.assertGreater(turns[0], 4)
-        self.assertEqual(decode.turns_of(shapes.Shape(8192, 4096, 14336, 32)), 1)
+        self.assertEqual(timing.turns_of(8192, 4096, 14336), 1)
 
     def test_a_slow_host_is_told_from_a_slow_device(self):
         """The device of this chain works for as long as `wait` takes."""

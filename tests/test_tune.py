@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 import jax_w4a4
 from jax_w4a4 import plan
 from jax_w4a4.plan import tuning
-from jax_w4a4.tune import _plan_of, sweep
+from jax_w4a4.tune import _operands, _plan_of, sweep
 
 PROBLEM = plan.Problem(
     4352, 3072, 3840, 128, "mxfp4", 32, "bfloat16", "bfloat16", "bfloat16", "float8_e8m0fnu", 3840
@@ -194,6 +194,15 @@ class SweepTest(parameterized.TestCase):
             jax_w4a4.tune([(64, 64, 64)], rounds=0)
         with self.assertRaisesRegex(ValueError, "jax_w4a4.tune: precision='fast'"):
             jax_w4a4.tune([(64, 64, 64)], precision="fast")
+
+    def test_no_two_operand_sets_share_memory(self):
+        """Weights that share it would be read from the L2."""
+        xs, ws = _operands((4, 64, 48), "mxfp4", 16, jnp.bfloat16, {})
+        self.assertLen(xs, 16)
+        self.assertLen(ws, 16)
+        self.assertEqual((xs[0].shape, ws[0].shape), ((4, 64), (48, 64)))
+        leaves = jax.tree.leaves((xs, ws))
+        self.assertLen({leaf.unsafe_buffer_pointer() for leaf in leaves}, len(leaves))
 
     def test_precision_reaches_the_problem(self):
         w = jax_w4a4.quantize(jnp.ones((32, 32)), rank=0)
