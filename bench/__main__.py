@@ -16,7 +16,6 @@ import jax
 import jaxlib
 
 import jax_w4a4
-from jax_w4a4 import _ffi
 
 from . import cases, summary, timing
 from .shapes import PREFILL, Shape
@@ -44,14 +43,8 @@ def _time(build: cases.Builder, shape: Shape, copies: int, args: argparse.Namesp
     row = {"us": seconds * 1e6, "tflops": shape.flops / seconds / 1e12}
     if not args.kernels:
         return row
-    if jax_w4a4.has_cuda():
-        # A kernel that starts under its predecessor would be billed for the wait.
-        _ffi.set_dependent_launch(False)
-    try:
+    with timing.without_dependent_launch():
         kernels = timing.kernel_seconds(build(shape, copies))
-    finally:
-        if jax_w4a4.has_cuda():
-            _ffi.set_dependent_launch(True)
     if kernels:
         row["kernels_us"] = {name[:80]: t * 1e6 for name, t in kernels.items()}
         row["gemm_us"] = max(row["kernels_us"].values())

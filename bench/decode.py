@@ -9,7 +9,9 @@ quantization included.
 
 Every row says what a dispatch costs the host while the GPU is idle ("host"), and is marked where
 that is most of the time: such a row measures the host. "captures" counts handler calls that went
-into a CUDA graph while the clock ran: none where the graph was replayed.
+into a CUDA graph while the clock ran: none where the graph was replayed. `--kernels` adds to the
+JSON what a layer spends in each kernel, one after the other and outside the graph; the stack's own
+kernel, which reads the results, is among them.
 
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
 """
@@ -94,13 +96,13 @@ def describe(layer: cases.Layer, shape: Shape) -> str:
     return f"{found.kernel} {found.tile_m}x{found.tile_n} cluster {found.cluster}" if found else ""
 
 
-def measure(chain: timing.Chain, rounds: int) -> dict:
+def measure(chain: timing.Chain, rounds: int, kernels: bool) -> dict:
     """Times of a chain, and whose they are: the GPU's or the host's."""
     host = timing.host_seconds(chain)
     before = _ffi.counters() if _ffi.has_cuda() else {}
     seconds = timing.seconds_per_call(chain, rounds=rounds)
     after = _ffi.counters() if _ffi.has_cuda() else {}
-    return {
+    row = {
         "us": seconds * 1e6,
         "dispatch_us": seconds * chain.calls * 1e6,
         "host_us": host * 1e6,
@@ -108,14 +110,21 @@ def measure(chain: timing.Chain, rounds: int) -> dict:
         "handler_calls": after.get("calls", 0) - before.get("calls", 0),
         "captures": after.get("captured", 0) - before.get("captured", 0),
     }
+    if kernels:
+        with timing.without_dependent_launch():
+            found = timing.kernel_seconds(chain)
+        row["kernels_us"] = {name[:80]: each * 1e6 for name, each in found.items()}
+    return row
 
 
-def time_one(name: str, build: Builder, shape: Shape, turns: int, rounds: int) -> dict:
+def time_one(
+    name: str, build: Builder, shape: Shape, turns: int, rounds: int, kernels: bool
+) -> dict:
     layers = layers_of(shape)
     row = {"m": shape.m, "k": shape.k, "n": shape.n, "rank": shape.rank, "route": name}
     row |= {"layers": layers, "turns": turns}
     try:
-        row |= measure(build(shape, layers, turns), rounds)
+        row |= measure(build(shape, layers, turns), rounds, kernels)
     except Exception as error:  # a peer that cannot run a shape is a result, not the end
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     packed = shape.n * shape.k * 17 / 32  # e2m1 and a byte of scale per 32
@@ -145,6 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--crossover", action="store_true", help="M = 1 .. 8192")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, help="how often a dispatch goes through the layers")
+    parser.add_argument(
+        "--kernels", action="store_true", help="trace each row for the time inside its kernels"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(argv)
     shapes = CROSSOVER if args.crossover else LAYERS
@@ -163,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
             shape, base = Shape(m, k, n, RANK), None
             turns = args.turns or timing.turns_of(m, k, n)
             for name, build in todo:
-                row = time_one(name, build, shape, turns, args.rounds)
+                row = time_one(name, build, shape, turns, args.rounds, args.kernels)
                 if "error" not in row:
                     base = row["us"] if base is None else base
                     row["speedup_vs_xla_bf16"] = base / row["us"]

@@ -1,13 +1,17 @@
 """Timing of chains of calls: wall time (of the package), and time inside GPU kernels."""
 
 import collections
+import contextlib
 import pathlib
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 
 import jax
 
+import jax_w4a4
+from jax_w4a4 import _ffi
 from jax_w4a4._timing import (
     Chain,
     copies_past_cache,
@@ -26,6 +30,7 @@ __all__ = [
     "kernel_seconds",
     "seconds_per_call",
     "turns_of",
+    "without_dependent_launch",
 ]
 
 
@@ -46,11 +51,26 @@ def host_seconds(chain: Chain, *, samples: int = 5) -> float:
     return statistics.median(spent)
 
 
+@contextlib.contextmanager
+def without_dependent_launch() -> Iterator[None]:
+    """Our kernels one after the other: an early start would be billed as time in the kernel.
+
+    For launches and captures made inside; what was captured before stays as it is.
+    """
+    if jax_w4a4.has_cuda():
+        _ffi.set_dependent_launch(False)
+    try:
+        yield
+    finally:
+        if jax_w4a4.has_cuda():
+            _ffi.set_dependent_launch(True)
+
+
 def kernel_seconds(chain: Chain, *, min_seconds: float = 0.05) -> dict[str, float]:
     """Seconds per call inside each GPU kernel, as the profiler saw them; {} without a GPU.
 
     The median over a kernel's launches times its launches per call. Kernels that overlap (dependent
-    launch) count their overlap twice: switch that off first.
+    launch) count their overlap twice: see `without_dependent_launch`.
     """
     chain.wait(chain.enqueue())
     start = time.perf_counter()

@@ -202,11 +202,11 @@ class DecodeTest(parameterized.TestCase):
         def chain(enqueue, wait):
             return timing.Chain(lambda: time.sleep(enqueue), lambda _: time.sleep(wait), 2)
 
-        host = decode.measure(chain(0.004, 0), 1)
+        host = decode.measure(chain(0.004, 0), 1, False)
         self.assertTrue(host["host_bound"], host)
         self.assertGreater(host["host_us"], 3900)
         self.assertGreater(host["dispatch_us"], 3900)
-        device = decode.measure(chain(0.004, 0.1), 1)
+        device = decode.measure(chain(0.004, 0.1), 1, False)
         self.assertFalse(device["host_bound"], device)
 
     def test_stacks_exceed_the_cache(self):
@@ -233,6 +233,19 @@ class DecodeTest(parameterized.TestCase):
         lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
         self.assertLen(lines, len({row["route"] for row in result["rows"]}))
         self.assertTrue(all(len(line.get("points").split()) == 2 for line in lines))
+
+    def test_kernels_are_traced_on_request(self):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(timing, "kernel_seconds", lambda _: {"gemm": 5e-6}),
+            mock.patch.object(decode, "layers_of", lambda _: 2),
+        ):
+            path = pathlib.Path(folder) / "out.json"
+            arguments = ["--shapes", "64x48", "--rows", "1", "--rounds", "1", "--turns", "1"]
+            decode.main([*arguments, "--kernels", "--json", str(path)])
+            result = json.loads(path.read_text())
+        for row in result["rows"]:
+            self.assertAlmostEqual(row["kernels_us"]["gemm"], 5.0)
 
     def test_points_that_measure_the_host_are_circled(self):
         rows = [
