@@ -1,10 +1,12 @@
 // Python module jax_w4a4._cuda: handler capsules and build facts. Plain C++;
-// knows no CUDA.
+// knows no CUDA. The same source makes jax_w4a4._cuda_checked, whose kernels
+// bound their waits (watch.h).
 #include <nanobind/nanobind.h>
 
 #include <string>
 
 #include "ffi_handlers.h"
+#include "watch.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -38,6 +40,11 @@ nb::dict BuildInfo() {
   info["nvcc"] = JAX_W4A4_NVCC_VERSION;
   info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   info["kernels"] = JAX_W4A4_KERNELS;
+#ifdef JAX_W4A4_CHECKED
+  info["checked"] = true;
+#else
+  info["checked"] = false;
+#endif
   return info;
 }
 
@@ -68,13 +75,26 @@ nb::dict LastLaunch() {
   return result;
 }
 
+#ifdef JAX_W4A4_CHECKED
+nb::list Stuck() {
+  nb::list result;
+  for (const std::string& text : StuckWaits()) {
+    result.append(text.c_str());
+  }
+  return result;
+}
+#endif
+
 }  // namespace
 }  // namespace jax_w4a4
 
-NB_MODULE(_cuda, m) {
+NB_MODULE(JAX_W4A4_MODULE, m) {
   m.def("registrations", &jax_w4a4::Registrations);
   m.def("build_info", &jax_w4a4::BuildInfo);
   m.def("counters", &jax_w4a4::Counters);
   m.def("last_launch", &jax_w4a4::LastLaunch);
   m.def("set_dependent_launch", &jax_w4a4::SetDependentLaunch);
+#ifdef JAX_W4A4_CHECKED
+  m.def("stuck_waits", &jax_w4a4::Stuck);
+#endif
 }

@@ -24,7 +24,7 @@ constexpr int kDownXBytes = kSm100DownTokens * 128;
 constexpr int kDownWarps = 4;
 constexpr int kDownThreads = 32 * (kDownWarps + 1);
 
-struct DownArgs {
+struct DownArgs : Watched {
   CUtensorMap x;          // (M, K) bf16, box 64 x 64, 128-byte swizzle
   CUtensorMap lora_down;  // (K, R) bf16, box 64 x 64, 128-byte swizzle
   __nv_bfloat16* lora_act;  // (M, R)
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kDownThreads)
   grid_dependency_launch();
   const int m0 = blockIdx.x * kSm100DownTokens, r0 = blockIdx.y * kSm100DownRanks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Ring ring(smem + args.off_barriers, args.stages);
+  const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kSm100Down));
   if (threadIdx.x == 0) {
     ring.init(kDownWarps);
     fence_mbarrier_init();

@@ -51,7 +51,7 @@ constexpr int kStoreColumns = 32;  // of a store slot
 constexpr int kStoreBytes = 32 * kStoreColumns * 2;  // of a warp in a store stage
 constexpr int kMaxStoreSlots = 4;  // of a warp
 
-struct GemmArgs {
+struct GemmArgs : Watched {
   CUtensorMap act, weight;              // (rows, K / 2) bytes, box 128 x 128 or a CTA's share of W
   CUtensorMap act_scale, weight_scale;  // (row tiles x atoms, 128) words, box 128 x a stage's atoms
   CUtensorMap lora_act, lora_up;        // (rows, R) of 16 bits, box 64 x rows as above
@@ -417,8 +417,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const int rank = kGroup == 1 ? 0 : static_cast<int>(cluster_rank());
   const int group = blockIdx.x / kGroup;
   const int groups = gridDim.x / kGroup;
-  const Ring main(smem + args.off_barriers, args.stages);
-  const Ring accumulators(smem + args.off_barriers + 16 * args.stages, S::kAccumulators);
+  const Ring main(smem + args.off_barriers, args.stages, watch(args, RingName::kSm100Main));
+  const Ring accumulators(smem + args.off_barriers + 16 * args.stages, S::kAccumulators,
+                          watch(args, RingName::kSm100Accumulators));
   const uint32_t tmem_address = smem + args.off_barriers + 16 * (args.stages + S::kAccumulators);
 
   if (threadIdx.x == 0) {

@@ -45,7 +45,7 @@ constexpr int kAddWarps = 3;
 constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
 constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
 
-struct DecodeArgs {
+struct DecodeArgs : Watched {
   CUtensorMap weight;  // packed (N, K/2) bytes, box 128 x tile_n, 128-byte swizzle
   CUtensorMap act;     // (M, bytes of K), box 128 bytes x kTokens, 128-byte swizzle
   RowInputsArgs rows;
@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   // The same in all lanes, and known to be: addresses of a warp then stay in uniform registers.
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
-  const Ring ring(smem + args.off_barriers, args.stages);
+  const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecode));
   // For the peer, which writes here at the end; relaxed, as nothing is published.
   if (args.splits > 1) cluster_arrive_relaxed();
 

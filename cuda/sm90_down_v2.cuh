@@ -23,7 +23,7 @@ constexpr int kDownStageK = 64;  // 128 bytes of x
 constexpr int kDownXBytes = kDownTokens * 128;
 constexpr int kDownRankBytes = kDownStageK * 128;  // box of 64 ranks
 
-struct DownV2Args {
+struct DownV2Args : Watched {
   CUtensorMap x;          // (M, K) bf16, box 64 x kDownTokens, 128-byte swizzle
   CUtensorMap lora_down;  // (K, R), or (groups, K, R), bf16, box 64 x 64, 128-byte swizzle
   __nv_bfloat16* lora_act;  // (M, R)
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   const int first = rank * slice;
   const int steps = max(0, min(slice, args.steps - first));
   const int active = (args.steps + slice - 1) / slice;
-  const Ring ring(smem + args.off_barriers, args.stages);
+  const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDown));
   const DownTile tile = down_tile(args, blockIdx.x / args.cluster, threadIdx.x % 32);
   if (tile.group < 0) return;  // so for the whole cluster
   if (threadIdx.x == 0) {

@@ -40,7 +40,7 @@ constexpr int kGemmThreads = 384;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-struct GemmV2Args {
+struct GemmV2Args : Watched {
   CUtensorMap weight;        // packed (N, K/2) bytes, box 64 x 128, no swizzle
   CUtensorMap act[2];        // (M, K128) bytes, box 128 x half of the tile, 128-byte swizzle
   CUtensorMap lora_up;       // (N, R) bf16, box 32 x 128, 64-byte swizzle
@@ -705,8 +705,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const int rank = cta_rank<kCluster>();
   const int cluster = blockIdx.x / kCluster;
   const int clusters = gridDim.x / kCluster;
-  const Ring main(smem + args.off_barriers, args.stages);
-  const Ring tokens(smem + args.off_barriers + 16 * args.stages, kTokenStages);
+  const Ring main(smem + args.off_barriers, args.stages, watch(args, RingName::kGemmMain));
+  const Ring tokens(smem + args.off_barriers + 16 * args.stages, kTokenStages,
+                    watch(args, RingName::kGemmTokens));
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&args.weight);

@@ -241,8 +241,9 @@ __global__ void __launch_bounds__(kGemmThreads, kGroupedCtas<kTileM>)
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   const uint32_t smem = smem_address(dynamic_smem);
   const GemmV2Args& gemm = args.gemm;
-  const Ring main(smem + gemm.off_barriers, gemm.stages);
-  const Ring tokens(smem + gemm.off_barriers + 16 * gemm.stages, kTokenStages);
+  const Ring main(smem + gemm.off_barriers, gemm.stages, watch(gemm, RingName::kGroupedMain));
+  const Ring tokens(smem + gemm.off_barriers + 16 * gemm.stages, kTokenStages,
+                    watch(gemm, RingName::kGroupedTokens));
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&gemm.weight);
     prefetch_tensor_map(&gemm.act[0]);

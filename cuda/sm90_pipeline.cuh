@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "sm90_ptx.cuh"
+#include "sm90_watch.cuh"
 
 namespace jax_w4a4::sm90 {
 
@@ -29,8 +30,12 @@ struct RingState {
 class Ring {
  public:
   // `barriers` is the shared address of 2 * stages 8-byte barriers.
-  __device__ __forceinline__ Ring(uint32_t barriers, int stages)
-      : full_(barriers), empty_(barriers + 8 * stages), stages_(stages) {}
+  __device__ __forceinline__ Ring(uint32_t barriers, int stages, const Watch& watch)
+      : full_(barriers), empty_(barriers + 8 * stages), stages_(stages) {
+#ifdef JAX_W4A4_CHECKED
+    watch_ = watch;
+#endif
+  }
 
   // One thread. `releases` arrivals empty a slot: consumer warps x CTAs that a slot is shared with.
   __device__ __forceinline__ void init(int releases) const {
@@ -79,6 +84,16 @@ class Ring {
   }
 
  private:
+#ifdef JAX_W4A4_CHECKED
+  Watch watch_;
+
+  // In place of the function: a ring's waits end.
+  __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) const {
+    const bool full = barrier < empty_;
+    bounded_wait(watch_, barrier, parity, full, (barrier - (full ? full_ : empty_)) / 8);
+  }
+#endif
+
   uint32_t full_;
   uint32_t empty_;
   int stages_;

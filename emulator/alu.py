@@ -44,7 +44,7 @@ SPECIALS = frozenset(
     )]
     + ["laneid", "warpid", "nwarpid", "smid", "cluster_ctarank", "cluster_nctarank",
        "is_explicit_cluster", "lanemask_lt", "lanemask_eq", "dynamic_smem_size", "WARP_SZ",
-       "clock", "clock64", "globaltimer"]
+       "clock", "clock64", "globaltimer", "globaltimer_lo"]
 )  # fmt: skip
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 _WIDER = {"16": "32", "32": "64"}
@@ -109,6 +109,8 @@ class Emitter:
         if isinstance(op, Special):
             if op.name not in SPECIALS:
                 raise UnknownOpcodeError(f"special register %{op.name} is not modelled")
+            if op.name.startswith("globaltimer"):
+                return f"w.nanoseconds().astype({dtype})"
             return f'S["{op.name}"].astype({dtype})' if dtype != "uint32" else f'S["{op.name}"]'
         if isinstance(op, Sym):
             return f'Y["{op.name}"].astype({dtype})'

@@ -160,15 +160,17 @@ def run(
     case: Case,
     options: Options | None = None,
     *,
+    kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
     changes: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Result:
     """The scales' launch, or LoRA-down and the quantizer; then the gemm as a dependent launch.
 
     Args:
+      kernels: driver with other kernels than the product's.
       changes: to attributes of the plan, for seeded bugs of the account.
     """
-    driver = host()
+    driver = kernels or host()
     found = plan_of(case)
     values = operands or make_operands(case)
     device = driver.device = Device(options)

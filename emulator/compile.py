@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from emulator import alu, formats, lanes, memory, ptx
-from emulator.errors import EmulationError, UnknownOpcodeError
+from emulator.errors import EmulationError, TrapError, UnknownOpcodeError
 from emulator.ptx import Imm, Instr, Reg
 from emulator.warp import Group, Warp
 
@@ -338,8 +338,13 @@ def _ret(ins: Instr) -> Node:
 @node("trap", "brkpt", "call")
 def _trap(ins: Instr) -> Node:
     """Calls are left of assertions and printf: none is expected to be reached."""
+    lanes_of = predicated(ins)
+    error = TrapError if ins.parts[0] == "trap" else EmulationError
 
     def trap(w: Warp, g: Group) -> None:
-        raise EmulationError(f"the kernel reached {ins.text[:80]}")
+        if len(active_lanes(w, g, lanes_of)):
+            raise error(f"the kernel reached {ins.text[:80]}")
+        w.executed += 1
+        g.pc += 1
 
     return trap

@@ -27,5 +27,9 @@ class ProtocolError(EmulationError):
     """Misuse of a barrier, a register budget, an asynchronous group or an aligned instruction."""
 
 
+class TrapError(EmulationError):
+    """A kernel gave up."""
+
+
 class DeadlockError(EmulationError):
     """No warp can run and nothing is in flight."""

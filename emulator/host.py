@@ -53,6 +53,8 @@ class Host:
       sources: a folder with the PTX of its kernels, which are compiled when they are launched.
     """
 
+    checked = False
+
     def __init__(self, library: pathlib.Path, sources: pathlib.Path):
         self.library = ctypes.CDLL(str(library))
         self.device: Device | None = None
@@ -141,3 +143,34 @@ class Host:
             return 1
         ctypes.memmove(out, raw, len(raw))
         return 0
+
+
+class CheckedHost(Host):
+    """The same for kernels whose waits end: toolchain.host_library(family, checked=True)."""
+
+    checked = True
+
+    def __init__(self, library: pathlib.Path, sources: pathlib.Path):
+        self._device: Device | None = None
+        super().__init__(library, sources)
+        self.library.emulator_set_wait_records.argtypes = [ctypes.c_void_p]
+        self.library.emulator_stuck_waits.argtypes = [ctypes.c_void_p]
+        self.library.emulator_stuck_waits.restype = ctypes.c_char_p
+
+    @property
+    def device(self) -> Device | None:  # type: ignore[override]
+        return self._device
+
+    @device.setter
+    def device(self, device: Device | None) -> None:
+        """Kernels of the device leave their records in memory of it."""
+        self._device = device
+        if device is not None:
+            size = self.library.emulator_wait_records_bytes()
+            self._records = device.empty(size, "records of waits", poison=0)
+            self.library.emulator_set_wait_records(self._records.base)
+
+    def stuck_waits(self) -> list[str]:
+        """What the kernels of the device wait for in vain, the wait that began first ahead."""
+        text = self.library.emulator_stuck_waits(self._records.data.ctypes.data)
+        return text.decode().splitlines()

@@ -128,6 +128,7 @@ class Cluster:
         self.version = 0
         self.progress = 0
         self.poll_rounds = 0
+        self.nanoseconds = 0
         self.trace = machine.options.trace
         # Per warp itself, bulk stores, loads and stores of tensor memory; wgmma queues, mbarriers.
         capacity = 16 + self.size * (4 * machine.warps + machine.warps // 4 + 80)

@@ -241,7 +241,7 @@ def seeded(
     saved = dict(driver.kernels)
     try:
         for source in sources:
-            driver.load(toolchain.codes(toolchain.product_ptx(source, edits)))
+            driver.load(toolchain.codes(toolchain.product_ptx(source, edits, driver.checked)))
         yield driver
     finally:
         driver.kernels = saved

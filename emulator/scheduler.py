@@ -15,7 +15,11 @@ from emulator.errors import DeadlockError, EmulationError
 
 POLICIES = ("random", "pct", "early", "late")
 # A suspended try_wait may give up; so many rounds of all of them without a change are a deadlock.
-_IDLE_ROUNDS = 3
+_IDLE_ROUNDS = 7
+# From the second such round on each takes a second, so that waits with a bound come to it. A step of
+# the schedule takes as much as tells who began to wait first.
+_ROUND_NS = 1_000_000_000
+_STEP_NS = 100
 
 
 class Scheduler:
@@ -59,10 +63,13 @@ class Scheduler:
                 seen = cluster.progress
                 if idle > _IDLE_ROUNDS:
                     raise DeadlockError(self._report())
+                if idle > 1:
+                    cluster.nanoseconds += _ROUND_NS
                 cluster.poll_rounds += 1
                 blocked_at.clear()
                 continue
             steps += 1
+            cluster.nanoseconds += _STEP_NS
             if steps > self.max_steps:
                 raise EmulationError(f"no end after {steps} scheduling steps\n{self._report()}")
             if policy == "early" and operations:

@@ -53,6 +53,11 @@ GROUPED_INSTANCES = tuple(
     for tile in (16, 64)
 )  # fmt: skip
 
+# What is there of kernels whose waits end: enough to show what they do.
+CHECKED_INSTANCES = (("Mxfp4", 64),)
+CHECKED_DECODE_INSTANCES = (("Mxfp4", 8),)
+_CHECKED_FLAGS = ("-DJAX_W4A4_CHECKED",)
+
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
 
 
@@ -178,39 +183,50 @@ def family_of(name: str) -> str:
     return "sm100" if name.startswith("sm100") else "sm90"
 
 
-def _host_sources(family: str) -> list[str]:
+def _instances(checked: bool) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """(path, tile_m) of GEMM v2, of the decode kernel and of the grouped one."""
+    if checked:
+        return CHECKED_INSTANCES, CHECKED_DECODE_INSTANCES, CHECKED_INSTANCES
+    return INSTANCES, DECODE_INSTANCES, GROUPED_INSTANCES
+
+
+def _host_sources(family: str, checked: bool) -> list[str]:
     if family == "sm100":
         return [f"sm100_{n}.cu" for n in ("gemm", "scales", "quantize", "down")]
     names = [f"sm90_{n}.cu" for n in (
         "gemm_v1", "gemm_v2", "decode", "decode_quantize", "down_v2", "quantize_v2",
         "quantize_public", "repack_v2", "grouped",
     )]  # fmt: skip
-    names += [gemm_v2_name(path, tile) for path, tile in INSTANCES]
-    names += [decode_name(path, tile) for path, tile in DECODE_INSTANCES]
+    gemms, decodes, groups = _instances(checked)
+    names += [gemm_v2_name(path, tile) for path, tile in gemms]
+    names += [decode_name(path, tile) for path, tile in decodes]
     names += [decode_quantize_name(path) for path in plan.budget.DECODE_PATHS]
-    names += [grouped_name(path, tile) for path, tile in GROUPED_INSTANCES]
+    names += [grouped_name(path, tile) for path, tile in groups]
     return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
 
 
-def product_ptx(name: str, edits: Sequence[Edit] = ()) -> str:
-    """PTX of one source of the product, see source_text."""
-    kept = host_library(family_of(name))[1] / f"{pathlib.Path(name).stem}.ptx"
+def product_ptx(name: str, edits: Sequence[Edit] = (), checked: bool = False) -> str:
+    """PTX of one source of the product, see source_text; `checked` as in host_library."""
+    kept = host_library(family_of(name), checked)[1] / f"{pathlib.Path(name).stem}.ptx"
     if not edits and kept.exists():
         return kept.read_text()
     text = None if (CUDA / name).exists() else source_text(name)
-    return ptx_of(name, arch_of(name), edits=edits, text=text)
+    flags = _CHECKED_FLAGS if checked else ()
+    return ptx_of(name, arch_of(name), flags, edits=edits, text=text)
 
 
 @functools.cache
-def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
+def host_library(family: str, checked: bool = False) -> tuple[pathlib.Path, pathlib.Path]:
     """The launch code of an architecture ("sm90", "sm100") with the fake runtime.
+
+    Args:
+      checked: with kernels whose waits end (cuda/watch.h).
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    key = _key(
-        _sources_digest(CUDA), _sources_digest(HOST), INSTANCES, DECODE_INSTANCES, GROUPED_INSTANCES
-    )
-    out = cache_dir() / f"host-{family}-{key}"
+    gemms, decodes, groups = _instances(checked)
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), gemms, decodes, groups, checked)
+    out = cache_dir() / f"host-{family}{'-checked' if checked else ''}-{key}"
     if out.exists():
         return out / "host.so", out
     if NVCC is None:
@@ -224,17 +240,21 @@ def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
         folder = pathlib.Path(name)
         done = folder / "done"
         done.mkdir()
-        for kind, instances in (("gemm_v2", INSTANCES), ("decode", DECODE_INSTANCES)):
+        for kind, instances in (("gemm_v2", gemms), ("decode", decodes)):
             text = f"#define W4A4_{kind.upper()}_KERNELS {listed(instances)}\n"
             if kind == "gemm_v2":
-                text += f"#define W4A4_GROUPED_KERNELS {listed(GROUPED_INSTANCES)}\n"
+                text += f"#define W4A4_GROUPED_KERNELS {listed(groups)}\n"
             (folder / f"sm90_{kind}_kernels.h").write_text(text)
-        names = _host_sources(family)
+        names = _host_sources(family, checked)
         for source in names:
             (folder / source).write_text(source_text(source))
-        for source in ("fake_cuda.cc", f"entry_{family}.cc"):
+        for source in ("fake_cuda.cc", f"entry_{family}.cc", *(["waits.cc"] if checked else [])):
             shutil.copy(HOST / source, folder)
             names.append(source)
+        flags = (*_FLAGS, *(_CHECKED_FLAGS if checked else ()))
+        if checked:
+            (folder / "watch.cc").write_text((CUDA / "watch.cc").read_text())
+            names.append("watch.cc")
         arch = {"sm90": "compute_90a", "sm100": "compute_100a"}[family]
 
         def build(source: str) -> None:
@@ -242,7 +262,7 @@ def host_library(family: str) -> tuple[pathlib.Path, pathlib.Path]:
             keep = folder / f"keep-{source}"
             keep.mkdir()
             _run(
-                [NVCC, "-gencode", f"arch={arch},code={arch}", *_FLAGS, f"-I{CUDA}",
+                [NVCC, "-gencode", f"arch={arch},code={arch}", *flags, f"-I{CUDA}",
                  f"-I{folder}", "-Xcompiler", "-fPIC", "-keep", "-keep-dir", keep, "-c", source,
                  "-o", f"{source}.o"],
                 folder,

@@ -87,6 +87,10 @@ class Warp:
     def clock(self) -> int:
         return int(self.clocks.seen[self.slot])
 
+    def nanoseconds(self) -> np.ndarray:
+        """The time, of no meaning but that it goes on while everybody waits (scheduler.py)."""
+        return np.full(32, self.cluster.nanoseconds, np.uint64)
+
     def release(self) -> Clocks:
         """What others may learn here: the clocks so far. Later accesses are newer."""
         out = self.clocks.copy()
@@ -276,5 +280,5 @@ def special_registers(cta: Any, warp: int) -> dict[str, np.ndarray]:
         array = np.broadcast_to(np.asarray(value, np.uint32), (32,)).copy()
         array.flags.writeable = False
         out[name] = array
-    out["clock"] = out["clock64"] = out["globaltimer"] = np.zeros(32, np.uint32)
+    out["clock"] = out["clock64"] = np.zeros(32, np.uint32)
     return out

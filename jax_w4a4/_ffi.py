@@ -6,6 +6,8 @@ The package works without it (the CPU package): every operator then runs as the 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import pathlib
 import re
 from types import ModuleType
@@ -14,7 +16,14 @@ from typing import Any
 import jax
 import jaxlib
 
-_EXTENSION = "jax_w4a4._cuda"
+ENV_CHECKED = "JAX_W4A4_CHECKED"
+"""Set to 1, the kernels whose waits end take the place of the others (docs/selftest.md)."""
+_CHECKED = "jax_w4a4._cuda_checked"
+_EXTENSION = _CHECKED if os.environ.get(ENV_CHECKED) == "1" else "jax_w4a4._cuda"
+NO_CHECKED = (
+    "this installation has no kernels with bounded waits; build it with "
+    "-C cmake.define.JAX_W4A4_CHECKED=ON"
+)
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -24,6 +33,8 @@ def _load() -> tuple[ModuleType | None, str]:
     except ModuleNotFoundError as error:
         if error.name != _EXTENSION:
             raise
+        if _EXTENSION == _CHECKED:
+            raise ImportError(f"jax_w4a4: {ENV_CHECKED}=1, but {NO_CHECKED}") from None
         return None, "built without a CUDA compiler (CPU package)"
 
 
@@ -33,6 +44,11 @@ KERNELS: frozenset[str] = frozenset(
     _extension.build_info()["kernels"].split(",") if _extension is not None else ()
 )
 """Plan kernels that this installation can launch, such as "sm90_v1". Empty in the CPU package."""
+
+
+def has_checked() -> bool:
+    """Whether this installation contains the kernels whose waits end, in use or not."""
+    return importlib.util.find_spec(_CHECKED) is not None
 
 
 def has_cuda() -> bool:
@@ -46,6 +62,7 @@ def build_info() -> dict[str, Any]:
     Returns:
       cuda: whether CUDA kernels are in it.
       reason: why not, "" if they are.
+      checked: whether they are those whose waits end.
       cuda_archs: tuple of architectures with machine code, such as ("90a",).
       kernels: sorted tuple of plan kernels.
       nvcc: version of the CUDA compiler, "" without kernels.
@@ -55,6 +72,7 @@ def build_info() -> dict[str, Any]:
         return {
             "cuda": False,
             "reason": _absent,
+            "checked": False,
             "cuda_archs": (),
             "kernels": (),
             "nvcc": "",
@@ -64,6 +82,7 @@ def build_info() -> dict[str, Any]:
     return {
         "cuda": True,
         "reason": "",
+        "checked": info["checked"],
         "cuda_archs": tuple(info["cuda_archs"].split(",")),
         "kernels": tuple(sorted(KERNELS)),
         "nvcc": info["nvcc"],
@@ -118,6 +137,22 @@ def _require_extension(who: str) -> ModuleType:
     if _extension is None:
         raise RuntimeError(f"jax_w4a4.{who}: no CUDA kernels here: {_absent}")
     return _extension
+
+
+def extension_file() -> pathlib.Path | None:
+    """Where the extension in use is, None in the CPU package."""
+    path = getattr(_extension, "__file__", None)
+    return None if path is None else pathlib.Path(path)
+
+
+def stuck_waits() -> list[str]:
+    """Waits that kernels of this process gave up, or are about to; the one that began first ahead.
+
+    Only kernels whose waits end tell; empty for others.
+    """
+    if _extension is None or not _extension.build_info()["checked"]:
+        return []
+    return _extension.stuck_waits()
 
 
 def counters() -> dict[str, int]:

@@ -63,6 +63,30 @@ def _gpu_hang(self, call, variant):
     return right(self, call, variant)
 
 
+WAITS = [
+    "sm90_gemm_v2: role load waits for barrier main empty, stage 3, parity 1 (CTA 7, warp 0)",
+    "sm90_gemm_v2: role compute waits for barrier main full, stage 2, parity 0 (CTA 7, warp 4)",
+    "sm90_gemm_v2: role compute waits for barrier main full, stage 2, parity 0 (CTA 7, warp 5)",
+]
+
+
+def _stuck(end):
+    """A kernel says what it waits for, and a second later it traps."""
+
+    def wrong(self, call, variant):
+        if call.rank == 128:
+            parts._ffi.stuck_waits = lambda: WAITS
+            time.sleep(1.5)
+            end()
+        return right(self, call, variant)
+
+    return wrong
+
+
+def _trap():
+    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+
 def _crash(self, call, variant):
     if call.rank == 128:
         os.abort()
@@ -86,6 +110,9 @@ BUGS = {
     "hang": _hang,
     "GPU hang": _gpu_hang,
     "crash": _crash,
+    "stuck": _stuck(_trap),
+    "stuck and crash": _stuck(os.abort),
+    "slow": _stuck(lambda: None),
     "error": _raise,
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import jax_w4a4
-from jax_w4a4 import formats, plan, primitives, selftest
+from jax_w4a4 import _ffi, formats, plan, primitives, selftest
 from jax_w4a4.selftest import parts, probes, record, runner
 
 CHILD = pathlib.Path(__file__).resolve().parent / "selftest_child.py"
@@ -141,6 +141,32 @@ class PartTest(parameterized.TestCase):
         self.assertEqual(set(failed(found)), {"low-rank"})
         self.assertRegex(failed(found)["low-rank"][0], text)
 
+    @parameterized.parameters("stuck", "stuck and crash")
+    def test_a_wait_that_ends_is_named(self, bug):
+        """First of the failures of its part, whatever becomes of the process."""
+        found = runner.run(["low-rank", "codes"], command=child(bug), limit_s=60)
+        self.assertEqual(set(failed(found)), {"low-rank"})
+        self.assertEqual(
+            failed(found)["low-rank"][:2],
+            ["sm90_gemm_v2: role load waits for barrier main empty, stage 3, parity 1 (CTA 7, "
+             "warp 0)",
+             "sm90_gemm_v2: role compute waits for barrier main full, stage 2, parity 0: 2 more"],
+        )  # fmt: skip
+        self.assertRegex(failed(found)["low-rank"][2], "CUDA_ERROR_LAUNCH_FAILED|SIGABRT")
+
+    def test_a_wait_that_came_to_its_end_is_a_fact(self):
+        (found,) = runner.run(["low-rank"], command=child("slow"), limit_s=60)
+        self.assertEqual(found["failures"], [])
+        self.assertLen(found["facts"]["slow_waits"], 2)
+
+    def test_checked_kernels_are_asked_for(self):
+        show = "import os; print(os.environ.get('JAX_W4A4_CHECKED')); 1/0"
+        clean = {k: v for k, v in os.environ.items() if k != _ffi.ENV_CHECKED}
+        with mock.patch.dict(os.environ, clean, clear=True):
+            for checked, text in ((False, "None"), (True, "1")):
+                (part,) = runner.run(["a"], command=(sys.executable, "-c", show), checked=checked)
+                self.assertStartsWith(part["log"], text)
+
     def test_a_process_that_cannot_start(self):
         found = runner.run(
             ["preflight", "store"], command=(sys.executable, "-c", "1/0"), limit_s=30
@@ -246,10 +272,24 @@ class CommandTest(parameterized.TestCase):
             self.assertEqual(stop.exception.code, 2)
             run.assert_not_called()
 
+    def test_checked_kernels_that_are_not_there(self):
+        """They are never replaced by others."""
+        if _ffi.has_checked():
+            self.skipTest("they are there")
+        done = self.command("--checked")
+        self.assertEqual(done.returncode, runner.NOTHING_TO_TEST, done.stderr)
+        self.assertIn("build it with -C cmake.define.JAX_W4A4_CHECKED=ON", done.stdout)
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax_w4a4"], capture_output=True, text=True,
+            env={**os.environ, _ffi.ENV_CHECKED: "1"},
+        )  # fmt: skip
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("ImportError: jax_w4a4: JAX_W4A4_CHECKED=1, but this inst", done.stderr)
+
     def run_main(self, results, *args):
         path = os.path.join(self.folder, "report.json")
 
-        def fake(names, *, command, limit_s, tell):
+        def fake(names, *, command, limit_s, checked, tell):
             found = [{"part": name, "seconds": 1.0, "checks": 1, "failures": results.get(name, []),
                       "more_failures": 0, "facts": FACTS if name == "preflight" else {}}
                      for name in names]  # fmt: skip
@@ -272,6 +312,12 @@ class CommandTest(parameterized.TestCase):
         status, report = self.run_main({"ring": ["wrong"]})
         self.assertEqual((status, report["passed"]), (1, False))
         self.assertFalse(record.passed(found))
+
+    def test_a_checked_run_is_no_record(self):
+        with mock.patch.object(_ffi, "has_checked", lambda: True):
+            status, report = self.run_main({}, "--checked")
+        self.assertEqual((status, report["checked"]), (0, True))
+        self.assertFalse(record.passed(record.Identity(*IDENTITY)))
 
     def test_some_parts_are_no_record(self):
         self.run_main({}, "--part", "preflight")

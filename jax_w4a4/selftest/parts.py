@@ -17,6 +17,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -672,23 +673,45 @@ def _kernel_calls(session: Session) -> int:
     return _ffi.counters()["calls"] if session.target is not None else 0
 
 
+def shortened(waits: list[str]) -> list[str]:
+    """The wait that began first with its place, and the others of every kind counted."""
+    kinds: dict[str, int] = {}
+    for text in waits[1:]:
+        kind = text.partition(" (")[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return waits[:1] + [f"{kind}: {count} more" for kind, count in kinds.items()][:MOST_FAILURES]
+
+
+def _watch(write: Callable[..., None]) -> None:
+    """Writes what kernels wait for in vain, in the second before they trap: an error of the driver
+    may take the process with it."""
+    while not _ffi.stuck_waits():
+        time.sleep(0.1)
+    time.sleep(0.4)  # for the other warps
+    write(waits=shortened(_ffi.stuck_waits()))
+
+
 def run_parts(names: Iterable[str], out: pathlib.Path, make: Callable[[], Session]) -> None:
-    """Runs parts in order and appends a line of JSON to `out` before and after each.
+    """Runs parts in order and appends a line of JSON to `out` before and after each; one line more,
+    if kernels whose waits end gave up.
 
     Returns after a part that raised: what an error of the driver leaves behind is not to be
     trusted.
     """
     with out.open("a") as file:
+        lock = threading.Lock()
 
         def write(**line: Any) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+            with lock:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
 
         try:
             session = make()
         except NoGpuError as error:
             write(nothing=str(error))
             return
+        threading.Thread(target=_watch, args=(write,), daemon=True).start()
         for name in names:
             write(start=name)
             started, before = time.monotonic(), _kernel_calls(session)

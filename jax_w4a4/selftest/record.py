@@ -15,7 +15,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import tempfile
 from typing import Any
 
@@ -57,11 +56,8 @@ class Identity:
 @functools.cache
 def extension_hash() -> str | None:
     """SHA-256 of the extension's file, None in the CPU package."""
-    module = sys.modules.get("jax_w4a4._cuda")
-    path = getattr(module, "__file__", None)
-    if not _ffi.has_cuda() or path is None:
-        return None
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    path = _ffi.extension_file()
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _nvml_driver() -> str | None:

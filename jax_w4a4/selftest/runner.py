@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax_w4a4
+from jax_w4a4 import _ffi
 from jax_w4a4.selftest import record
 
 PASSED, FAILED, USAGE, NOTHING_TO_TEST = 0, 1, 2, 3
@@ -39,13 +40,17 @@ _MOST_KILLED = 2
 class _Child:
     """One process that runs parts and writes a line of JSON before and after each."""
 
-    def __init__(self, command: Sequence[str], names: Sequence[str], folder: pathlib.Path):
+    def __init__(
+        self, command: Sequence[str], names: Sequence[str], folder: pathlib.Path, checked: bool
+    ):
         self.lines = folder / "lines"
         self.lines.write_text("")
         self.log = folder / "log"
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
         path = [_ROOT, os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        if checked:
+            environment[_ffi.ENV_CHECKED] = "1"
         # Files, not pipes: nothing here ever waits for what a stuck process holds.
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -97,12 +102,14 @@ def run(
     *,
     command: Sequence[str] = COMMAND,
     limit_s: float = LIMIT_S,
+    checked: bool = False,
     tell: Callable[[dict[str, Any]], None] = lambda part: None,
 ) -> list[dict[str, Any]] | str:
     """Runs parts in order, each within `limit_s` seconds.
 
     Args:
       command: starts a process that takes `--out FILE` and names of parts.
+      checked: with the kernels whose waits end.
       tell: called with each part's result as it comes.
 
     Returns:
@@ -110,9 +117,15 @@ def run(
       nothing to test.
     """
     left, done, killed = list(names), [], 0
+    waits: list[str] = []  # that kernels of this process gave up
 
     def finish(part: dict[str, Any]) -> None:
         left.remove(part["part"])
+        if waits and part["failures"]:
+            part["failures"] = [*waits, *part["failures"]]
+        elif waits:
+            part["facts"]["slow_waits"] = list(waits)
+        waits.clear()
         done.append(part)
         tell(part)
         if part["part"] == "preflight" and part["failures"]:
@@ -124,7 +137,7 @@ def run(
 
     while left:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            child = _Child(command, left, pathlib.Path(folder))
+            child = _Child(command, left, pathlib.Path(folder), checked)
             # The first part's time includes the start of the process.
             current, since, before = left[0], time.monotonic(), len(done)
             try:
@@ -135,6 +148,8 @@ def run(
                             return str(line["nothing"])
                         if "start" in line:
                             current, since = line["start"], time.monotonic()
+                        elif "waits" in line:
+                            waits += line["waits"]
                         else:
                             finish(line)
                     spent = time.monotonic() - since
@@ -145,6 +160,8 @@ def run(
                         if current in left and (ended != 0 or len(done) == before):
                             finish(_failed(current, spent, _ended(ended), child.last_words()))
                         break
+                    if spent > limit_s and current not in left:
+                        break  # a part has failed, and the process does not end
                     if spent > limit_s:
                         gone = child.kill()
                         killed += 1
@@ -180,6 +197,11 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=float, default=LIMIT_S, metavar="S",
         help=f"seconds for a part, then it is killed (default {LIMIT_S:g})",
     )  # fmt: skip
+    parser.add_argument(
+        "--checked", action="store_true", default=os.environ.get(_ffi.ENV_CHECKED) == "1",
+        help="with the kernels whose waits end, naming role, barrier and stage, and whose accesses "
+        "to tensor memory are checked; leaves no record",
+    )  # fmt: skip
     return parser
 
 
@@ -199,6 +221,9 @@ def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
         parser.error(f"--limit is {options.limit:g}; expected seconds above 0")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         parser.error(f"--json is {options.json}; expected a file in a folder that is there")
+    if options.checked and not _ffi.has_checked():
+        print(f"Nothing to test: {_ffi.NO_CHECKED}")
+        return NOTHING_TO_TEST
     names = [name for name in parts.PARTS if not options.part or name in options.part]
 
     def tell(part: dict[str, Any]) -> None:
@@ -211,7 +236,9 @@ def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
         if part["more_failures"]:
             print(f"    and {part['more_failures']} more")
 
-    found = run(names, command=command, limit_s=options.limit, tell=tell)
+    found = run(
+        names, command=command, limit_s=options.limit, checked=options.checked, tell=tell
+    )  # fmt: skip
     if isinstance(found, str):
         print(f"Nothing to test: {found}. Without a kernel the operator runs as the XLA reference; "
               "`python -m emulator` in the source tree runs kernels without a GPU.")  # fmt: skip
@@ -221,6 +248,7 @@ def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "passed": all(not part["failures"] for part in found),
         "all_parts": len(names) == len(parts.PARTS),
+        "checked": options.checked,
         "seconds": round(sum(part["seconds"] for part in found), 1),
         "parts": found,
     }
@@ -240,6 +268,9 @@ def _conclude(report: dict[str, Any]) -> None:
     facts: dict[str, Any] = next(
         (p["facts"] for p in report["parts"] if p["part"] == "preflight"), {}
     )
+    if report["checked"]:
+        print("no record: these are not the kernels that a program runs")
+        return
     if not report["all_parts"] or not facts.get("extension_sha256") or not facts.get("driver"):
         return
     found = record.Identity(facts["gpu"], facts["driver"], facts["extension_sha256"])
