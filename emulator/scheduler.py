@@ -16,8 +16,8 @@ from emulator.errors import DeadlockError, EmulationError
 POLICIES = ("random", "pct", "early", "late")
 # A suspended try_wait may give up; so many rounds of all of them without a change are a deadlock.
 _IDLE_ROUNDS = 7
-# From the second such round on each takes a second, so that waits with a bound come to it. A step of
-# the schedule takes as much as tells who began to wait first.
+# From the second such round on each takes a second, so that waits with a bound come to it. A step
+# of the schedule takes as much as tells who began to wait first.
 _ROUND_NS = 1_000_000_000
 _STEP_NS = 100
 
