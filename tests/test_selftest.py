@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from unittest import mock
 
 import jax.numpy as jnp
@@ -166,6 +168,22 @@ class PartTest(parameterized.TestCase):
             for checked, text in ((False, "None"), (True, "1")):
                 (part,) = runner.run(["a"], command=(sys.executable, "-c", show), checked=checked)
                 self.assertStartsWith(part["log"], text)
+
+    def test_a_stopped_command_leaves_no_process(self):
+        """What hangs on a GPU would keep it busy for ever."""
+        with tempfile.TemporaryDirectory() as folder:
+            told = pathlib.Path(folder, "pid")
+            hang = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); " \
+                   "time.sleep(60)"  # fmt: skip
+            run = "import sys; from jax_w4a4.selftest import runner; runner.main(" \
+                  f"['--part', 'store'], command=(sys.executable, '-c', {hang!r}))"  # fmt: skip
+            with subprocess.Popen([sys.executable, "-c", run]) as command:
+                while not (told.exists() and told.read_text()):
+                    time.sleep(0.05)
+                command.terminate()
+                self.assertEqual(command.wait(30), 128 + signal.SIGTERM)
+            with self.assertRaises(ProcessLookupError):
+                os.kill(int(told.read_text()), 0)
 
     def test_a_process_that_cannot_start(self):
         found = runner.run(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax_w4a4
@@ -205,6 +205,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _stopped_by_term() -> Iterator[None]:
+    """SIGTERM ends this process through its cleanup, which takes the parts' process along."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
     """The command; returns its exit status."""
     parser = _parser()
@@ -236,9 +250,10 @@ def main(argv: Sequence[str], command: Sequence[str] = COMMAND) -> int:
         if part["more_failures"]:
             print(f"    and {part['more_failures']} more")
 
-    found = run(
-        names, command=command, limit_s=options.limit, checked=options.checked, tell=tell
-    )  # fmt: skip
+    with _stopped_by_term():
+        found = run(
+            names, command=command, limit_s=options.limit, checked=options.checked, tell=tell
+        )
     if isinstance(found, str):
         print(f"Nothing to test: {found}. Without a kernel the operator runs as the XLA reference; "
               "`python -m emulator` in the source tree runs kernels without a GPU.")  # fmt: skip
