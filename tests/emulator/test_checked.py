@@ -147,6 +147,45 @@ class Waits(parameterized.TestCase):
             hopper.run(bug.case, Options())
 
 
+class Records(parameterized.TestCase):
+    """What the host makes of the records."""
+
+    def texts(self, *records):
+        driver = host("sm100")
+        table = np.zeros((driver.library.emulator_wait_records_bytes() // 16, 4), np.uint32)
+        for i, record in enumerate(records):
+            table[7 * i] = record
+        return driver.library.emulator_stuck_waits(table.ctypes.data).decode().splitlines()
+
+    def test_the_first_is_first_also_where_the_timer_wraps(self):
+        magic, where = 0x57340000, 3 << 16 | 9 << 8 | 1
+        found = self.texts(
+            (magic | 6 << 8 | 3, where, 40, 0x00000100),
+            (magic | 7 << 8 | 0, where, 41, 0xFFFFFF00),
+            (magic | 6 << 8 | 2, where, 42, 0x00000200),
+        )
+        self.assertEqual(found, [
+            "sm100_gemm: role mma waits for barrier accumulators empty, stage 3, parity 0 (CTA 41, "
+            "1 of its cluster, warp 9)",
+            "sm100_gemm: role mma waits for barrier main full, stage 3, parity 1 (CTA 40, 1 of its "
+            "cluster, warp 9)",
+            "sm100_gemm: role mma waits for barrier main full, stage 3, parity 0 (CTA 42, 1 of its "
+            "cluster, warp 9)",
+        ])  # fmt: skip
+
+    def test_what_is_no_record_is_none(self):
+        self.assertEqual(self.texts(), [])
+        self.assertEqual(self.texts((0x12340003, 0, 0, 5)), [])
+        self.assertEqual(self.texts((0x5734FF03, 0, 0, 5)), ["a wait of an unknown ring"])
+
+    def test_memory_of_the_product_compiles(self):
+        subprocess.run(
+            [toolchain.NVCC, "-std=c++17", "-DJAX_W4A4_CHECKED", f"-I{toolchain.CUDA}", "-c",
+             toolchain.CUDA / "watch_records.cc", "-o", "/dev/null"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+
 class Same(parameterized.TestCase):
     @parameterized.named_parameters(
         ("gemm", mutants.PLAIN),
