@@ -116,6 +116,12 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
 
 
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a b^T; where all rows are the same, which is so in big probes, one of them is multiplied."""
+    rows = [f[:1] if (f == f[0]).all() else f for f in (a, b)]
+    return np.broadcast_to(rows[0] @ rows[1].T, (len(a), len(b)))
+
+
 def call(
     kind: Kind,
     act: np.ndarray,
@@ -141,7 +147,7 @@ def call(
         e = np.broadcast_to(exponents, (codes.shape[0], blocks))
         arrays[name], arrays[scale_name] = pack(codes), kind.scales(e)
         factors.append(kind.values(codes) * np.repeat(np.exp2(e.astype(float)), k // blocks, 1))
-    want = factors[0] @ factors[1].T
+    want = _product(*factors)
     for name, scalar in (("act_global_scale", act_global), ("weight_global_scale", weight_global)):
         if scalar is not None:
             arrays[name] = np.array([scalar], np.float32)
