@@ -55,6 +55,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.stages = p.stages;
   a.stage_bytes = p.smem.stage_bytes;
   a.off_act = p.smem.act;
+  a.scale_pitch = static_cast<int>(
+      DecodeScalePitch(path, p.tile_n, p.k_pad, p.splits));
   a.off_scales = p.smem.scales;
   a.off_rows = p.smem.rows;
   a.off_tokens = p.smem.tokens;

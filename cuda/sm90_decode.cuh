@@ -14,7 +14,7 @@
 // Shared memory per CTA, every offset and count given by the plan:
 //   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
 //   partial sums k groups x kTokens x (kRows + 4) fp32, over the ring once it is through
-//   scales       all block scales of the CTA's rows, word i of row r at (i * (tile_n + 1) + r) * 4
+//   scales       all block scales of the CTA's rows, row r at r * scale_pitch
 //   rows         tile_n RowInputs
 //   tokens       kTokens fp32 scales
 //   addend       kTokens x (kRows + 4) fp32, the low-rank product; with two CTAs of the tokens that this
@@ -60,6 +60,7 @@ struct DecodeArgs : Watched {
   int tile_n;  // weight rows, a multiple of 8
   // From the plan.
   int stages, stage_bytes;
+  int scale_pitch;
   int off_act;  // inside a stage
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
 };
@@ -165,41 +166,25 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
 
 // ---- multiply ----
 
-// kWords words of a row's block scales from word `at` on, zeros past the last.
-template <int kWords>
-__device__ __forceinline__ void load_scale_words(const uint8_t* row, int at, int blocks,
-                                                 bool aligned, uint32_t (&v)[kWords]) {
-#pragma unroll
-  for (uint32_t& word : v) word = 0;
-  if (4 * at >= blocks) return;
-  if constexpr (kWords == 4) {
-    const uint4 four = __ldg(reinterpret_cast<const uint4*>(row + 4 * at));
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-  } else if (aligned) {
-    v[0] = __ldg(reinterpret_cast<const uint32_t*>(row + 4 * at));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (4 * at + i < blocks) v[0] |= static_cast<uint32_t>(__ldg(row + 4 * at + i)) << 8 * i;
-    }
-  }
-}
-
-// A thread's pieces of kWords words of the rows' block scales: lanes beside each other take neighbours
-// in a row, warps take whole rows.
-template <int kWords>
+// A thread's pieces of kBytes of the rows' block scales: lanes beside each other take neighbours in a
+// row, warps take whole rows.
+template <int kBytes>
 struct ScaleWalk {
   int log_lanes;  // lanes along a row
   int pieces;     // of a row
   int row, piece;
 
-  __device__ __forceinline__ ScaleWalk(int words, int warp, int lane)
-      : pieces((words + kWords - 1) / kWords) {
+  __device__ __forceinline__ ScaleWalk(int bytes, int warp, int lane)
+      : pieces((bytes + kBytes - 1) / kBytes) {
     log_lanes = min(5, 32 - __clz(pieces - 1));
     row = (warp << (5 - log_lanes)) + (lane >> log_lanes);
     piece = first(lane);
   }
   __device__ __forceinline__ int first(int lane) const { return lane & ((1 << log_lanes) - 1); }
+  // The same for all lanes of a warp: whether one of them has a row.
+  __device__ __forceinline__ bool more(int rows, int lane) const {
+    return row - (lane >> log_lanes) < rows;
+  }
   __device__ __forceinline__ void advance(int lane) {
     piece += 1 << log_lanes;
     // The same for all lanes of a row.
@@ -210,69 +195,75 @@ struct ScaleWalk {
   }
 };
 
-// Block scales of all rows into shared memory. Many loads are on their way at once: they compete with
-// the weights that the load warp asks for, so the first ones go out before those.
-constexpr int kScaleBatch = 6;
-template <int kWords>
-struct ScaleLoads {
-  uint32_t v[kScaleBatch][kWords];
-  ScaleWalk<kWords> walk;
-
-  __device__ __forceinline__ ScaleLoads(int words, int warp, int lane) : walk(words, warp, lane) {}
-
-  // `first`: the byte of a row that the CTA's share of K begins with.
-  __device__ __forceinline__ void issue(const DecodeArgs& args, int n0, int first, int lane) {
-    ScaleWalk<kWords> at = walk;
-    const int blocks = args.rows.scale_blocks;
-#pragma unroll
-    for (int b = 0; b < kScaleBatch; ++b) {
-      const int row = min(n0 + at.row, args.n - 1);
-      load_scale_words<kWords>(
-          args.rows.weight_scales + static_cast<int64_t>(row) * blocks + first, at.piece * kWords,
-          at.row < args.tile_n && at.piece < at.pieces ? blocks - first : 0, blocks % 4 == 0, v[b]);
-      at.advance(lane);
-    }
-  }
-  __device__ __forceinline__ void store(const DecodeArgs& args, uint32_t scales, int words,
-                                        int lane) {
-    const uint32_t pitch = 4 * (args.tile_n + 1);
-#pragma unroll
-    for (int b = 0; b < kScaleBatch; ++b) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const int word = walk.piece * kWords + i;
-        if (walk.row < args.tile_n && word < words) {
-          store_shared_u32(scales + word * pitch + walk.row * 4, v[b][i]);
-        }
-      }
-      walk.advance(lane);
-    }
-  }
-  __device__ __forceinline__ bool more(const DecodeArgs& args, int lane) const {
-    return walk.row - (lane >> walk.log_lanes) < args.tile_n;
-  }
+// The CTA's share of its rows' block scales.
+struct ScaleShare {
+  const uint8_t* from;  // first row and block of the matrix
+  int blocks;           // of a row of the matrix from there on
+  int bytes;            // that the CTA uses, zeros past `blocks`
 };
 
-template <int kMask>
-__device__ __forceinline__ int largest_byte(uint32_t word) {
-  const int even = max(static_cast<int>(word & kMask), static_cast<int>(word >> 16 & kMask));
-  const int odd = max(static_cast<int>(word >> 8 & kMask), static_cast<int>(word >> 24 & kMask));
-  return max(even, odd);
+// Block scales of all rows on their way into shared memory, where everything is in flight at once and
+// takes no register: they compete with the weights that the load warp asks for, and what is asked for
+// after those comes 4 us later.
+template <int kBytes>
+__device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleShare& share,
+                                            uint32_t scales, int rows, int warp, int lane) {
+  for (ScaleWalk<kBytes> at(share.bytes, warp, lane); at.more(args.tile_n, lane); at.advance(lane)) {
+    if (at.row >= args.tile_n || at.piece >= at.pieces) continue;
+    const uint8_t* from =
+        share.from + static_cast<int64_t>(min(at.row, rows - 1)) * args.rows.scale_blocks;
+    const uint32_t to = scales + at.row * args.scale_pitch + at.piece * kBytes;
+    const int offset = at.piece * kBytes;
+    if constexpr (kBytes == 1) {
+      store_shared_u8(to, offset < share.blocks ? __ldg(from + offset) : 0);
+    } else {
+      const bool inside = offset < share.blocks;
+      copy_async<kBytes>(to, from + (inside ? offset : 0), inside);
+    }
+  }
 }
 
 // The largest block scale of each row, into the place of its RowInputs.
 template <int kMask>
-__device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t smem, int words,
+__device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t smem, int bytes,
                                              int warp, int lane) {
-  const uint32_t pitch = 4 * (args.tile_n + 1);
-  for (int row = warp; row < args.tile_n; row += kMultiplyWarps) {
-    int largest = 0;
-    for (int i = lane; i < words; i += 32) {
-      largest = max(largest, largest_byte<kMask>(load_shared_u32(smem + args.off_scales +
-                                                                 i * pitch + row * 4)));
+  constexpr uint32_t kBytes = kMask * 0x10001u;
+  constexpr int kBatch = 4;  // shuffles of as many pieces overlap
+  for (ScaleWalk<16> walk(bytes, warp, lane); walk.more(args.tile_n, lane);) {
+    uint32_t largest[kBatch];  // two halves of a word, of even and odd bytes
+    ScaleWalk<16> at = walk;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      largest[b] = 0;
+      if (at.row < args.tile_n && at.piece < at.pieces) {
+        const uint4 raw = load_shared_v4(smem + args.off_scales + at.row * args.scale_pitch +
+                                         at.piece * 16);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (at.piece * 16 + 4 * i >= bytes) continue;
+          largest[b] = __vmaxu2(largest[b], __vmaxu2(words[i] & kBytes, words[i] >> 8 & kBytes));
+        }
+      }
+      at.advance(lane);
     }
-    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    if (lane == 0) store_shared_u32(smem + args.off_rows + row * 16, largest);
+    for (int step = 1 << walk.log_lanes >> 1; step > 0; step >>= 1) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        largest[b] = __vmaxu2(largest[b], __shfl_xor_sync(0xFFFFFFFFu, largest[b], step));
+      }
+    }
+    // One lane keeps a row, piece after piece.
+    const bool keeps = walk.first(lane) == 0;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const uint32_t place = smem + args.off_rows + walk.row * 16;
+      if (keeps && walk.row < args.tile_n) {
+        const uint32_t most = max(largest[b] & 0xFFFF, largest[b] >> 16);
+        store_shared_u32(place, walk.piece == 0 ? most : max(most, load_shared_u32(place)));
+      }
+      walk.advance(lane);
+    }
   }
 }
 
@@ -293,28 +284,29 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     begun();
     if (row < args.tile_n) write(int4_row_inputs(args.rows, min(n0 + row, args.n - 1)));
   } else {
-    constexpr int kStepWords = D::kStageK / Path::kStageK * (Path::kStageScales / 4);
-    const int words = share.steps * kStepWords;
-    const int first = share.first_step * kStepWords * 4;
-    RowFactors factors = {};
-    const auto stage = [&](auto loads) {
-      loads.issue(args, n0, first, lane);
-      if (row < args.tile_n) factors = row_factors(args.rows, min(n0 + row, args.n - 1));
-      begun();
-      loads.store(args, smem + args.off_scales, words, lane);
-      while (loads.more(args, lane)) {
-        loads.issue(args, n0, first, lane);
-        loads.store(args, smem + args.off_scales, words, lane);
-      }
-    };
-    // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
-    if (args.rows.scale_blocks % 16 == 0 && first % 16 == 0) {
-      stage(ScaleLoads<4>(words, warp, lane));
-    } else {
-      stage(ScaleLoads<1>(words, warp, lane));
+    constexpr int kStepBytes = D::kStageK / Path::kStageK * Path::kStageScales;
+    const int first = share.first_step * kStepBytes;
+    const int blocks = args.rows.scale_blocks;
+    const ScaleShare scales = {
+        args.rows.weight_scales + static_cast<int64_t>(n0) * blocks + first, blocks - first,
+        share.steps * kStepBytes};
+    const uint32_t to = smem + args.off_scales;
+    const int rows = args.n - n0;
+    const bool whole = blocks % 16 == 0 && first % 16 == 0;
+    if (whole) {
+      copy_scales<16>(args, scales, to, rows, warp, lane);
+    } else if (blocks % 4 == 0) {
+      copy_scales<4>(args, scales, to, rows, warp, lane);
     }
-    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
-    find_largest<kScaleMask<Path::kFormat>>(args, smem, words, warp, lane);
+    RowFactors factors = {};
+    if (row < args.tile_n) factors = row_factors(args.rows, min(n0 + row, args.n - 1));
+    begun();
+    if (blocks % 4 != 0) copy_scales<1>(args, scales, to, rows, warp, lane);
+    wait_copies();
+    // Other lanes' pieces, unless they were copied as they are read.
+    if (!whole) named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
+    find_largest<kScaleMask<Path::kFormat>>(args, smem, scales.bytes, warp, lane);
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     if (row < args.tile_n) {
       const int largest = static_cast<int>(load_shared_u32(place));
@@ -353,14 +345,12 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   const uint32_t box = smem + record / D::kBoxRecords * args.tile_n * kBoxBytes;
   uint32_t weight[D::kHalves], scales[D::kHalves];
   typename Path::RowFold fold[2] = {typename Path::RowFold(0), typename Path::RowFold(0)};
-  const uint32_t pitch = 4 * (args.tile_n + 1);
 #pragma unroll
   for (int h = 0; h < D::kHalves; ++h) {
     const int row = group8[h] * 8 + g;
     weight[h] = box + row * kBoxBytes + in_row;
-    scales[h] = smem + args.off_scales + row * 4 +
-                record * (Path::kStageScales / 4) * pitch +
-                (Path::kStageScales == 8 ? q / 2 * pitch + q % 2 * 2 : q);
+    scales[h] = smem + args.off_scales + row * args.scale_pitch + record * Path::kStageScales +
+                q * (Path::kStageScales / 4);
     fold[h] = typename Path::RowFold(
         static_cast<int>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
   }
@@ -371,19 +361,18 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
   RingState stage;
-  int previous = 0;
   for (int step = 0; step < steps; ++step) {
     uint32_t scale[D::kRecords][2];
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
 #pragma unroll
       for (int h = 0; h < D::kHalves; ++h) {
-        scale[r][h] = load_scale<Path>(scales[h] + r * (Path::kStageScales / 4) * pitch);
+        scale[r][h] = load_scale<Path>(scales[h] + r * Path::kStageScales);
       }
     }
 #pragma unroll
     for (int h = 0; h < D::kHalves; ++h) {
-      scales[h] += D::kGroups * D::kRecords * (Path::kStageScales / 4) * pitch;
+      scales[h] += D::kGroups * D::kRecords * Path::kStageScales;
     }
     ring.wait_full(stage);
     const uint32_t slot = stage.slot * args.stage_bytes;
@@ -410,15 +399,19 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
         Wgmma<kTokens>::template rs<Path::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
                                                 b + 2 * s, s > 0 || r > 0 || step > 0);
         wgmma_commit();
-        // The next fragment's registers are free, and in the third step so is the stage before.
-        wgmma_wait<3>();
-        if (s == 2 && r == 0) ring.release<1>(previous, lane, step > 0);
+        // The next fragment's registers are free. After the last one the slot goes back at once, though
+        // no MMA is then in flight while the next stage is waited for: what bounds many tokens is how
+        // soon a slot is filled again (8192x8192, M = 64, three stages: 15.9 us, 18.5 a step later).
+        if (s == 3 && r == D::kRecords - 1) {
+          wgmma_wait<0>();
+          ring.release<1>(stage.slot, lane);
+        } else {
+          wgmma_wait<3>();
+        }
       }
     }
-    previous = stage.slot;
     ring.advance(stage);
   }
-  wgmma_wait<0>();
   pin(acc);
 }
 
@@ -586,8 +579,13 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
 
 // ---- kernel ----
 
+// With few tokens registers leave room on an SM for a CTA of the quantizer, as many as launch bounds of
+// 1024 threads say (64).
+template <int kTokens>
+constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : kDecodeThreads;
+
 template <class Path, int kTokens, int kRows>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
+__global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
   using D = Division<Path, kRows>;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];

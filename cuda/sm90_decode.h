@@ -56,14 +56,18 @@ constexpr int64_t DecodeActBytes(GemmV2Path path, int64_t tile_m,
 constexpr int64_t DecodeCtaSteps(int64_t tile_n, int64_t k_pad, int64_t splits) {
   return (DecodeSteps(tile_n, k_pad) + splits - 1) / splits;
 }
-// Block scales of all of a CTA's rows, four in a word, a word more per four rows
-// of K blocks so that neither writing nor reading them meets bank conflicts.
+// Block scales of a CTA's row from one row to the next: whole 16 bytes, an odd number
+// of them, so that eight rows lie in different banks.
+constexpr int64_t DecodeScalePitch(GemmV2Path path, int64_t tile_n, int64_t k_pad,
+                                   int64_t splits) {
+  const int64_t blocks = DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) /
+                         (DecodeBlock(path) == 0 ? 1 : DecodeBlock(path));
+  return DecodeBlock(path) == 0 ? 0 : 16 * ((blocks + 15) / 16 | 1);
+}
+// Of all of them.
 constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,
                                    int64_t k_pad, int64_t splits) {
-  return DecodeBlock(path) == 0
-             ? 0
-             : DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) /
-                   DecodeBlock(path) * (tile_n + 1);
+  return tile_n * DecodeScalePitch(path, tile_n, k_pad, splits);
 }
 // fp32 sums of a tile, token by token.
 constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {

@@ -92,16 +92,21 @@ __device__ __forceinline__ bool is_unused(const RowInputsArgs& args, int row) {
   return bounds[0] == bounds[1];
 }
 
-// What the optional vectors and scalars say of a row.
+// What the optional vectors and scalars say of a row, as it was loaded: nothing waits for the loads
+// before the values are used.
 struct RowFactors {
-  float factor, bias;
+  float channel, global, act_global, bias;
+
+  __device__ __forceinline__ float scale() const { return channel * global * act_global; }
 };
 __device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
   const int group = row / args.group_rows;
-  float factor = args.channel_scale ? args.channel_scale[row] : 1.0f;
-  if (args.global_scale) factor *= args.global_scale[group];
-  if (args.act_global_scale) factor *= args.act_global_scale[group];
-  return {factor, args.bias ? args.bias[row] : 0.0f};
+  RowFactors out = {1.0f, 1.0f, 1.0f, 0.0f};
+  if (args.channel_scale) out.channel = args.channel_scale[row];
+  if (args.global_scale) out.global = args.global_scale[group];
+  if (args.act_global_scale) out.act_global = args.act_global_scale[group];
+  if (args.bias) out.bias = args.bias[row];
+  return out;
 }
 
 // `largest` of a row's block scales: the byte (mxfp4), the magnitude bits, where 0x7F is NaN (nvfp4), or
@@ -111,24 +116,24 @@ __device__ __forceinline__ RowInputs row_inputs(bool rounded, const RowFactors& 
   RowInputs out;
   if constexpr (kFormat == Format::kNvfp4) {
     out.scale_lo = largest == 0x7F ? __int_as_float(kFloatNan) : 1.0f;
-    out.scale_hi = kBf16Undo * given.factor;
+    out.scale_hi = kBf16Undo * given.scale();
     out.base = 0;
     if (rounded) {
       out.base = rounded_exponent(largest);
       out.scale_lo *= power_of_two(out.base);
-      out.scale_hi = given.factor;
+      out.scale_hi = given.scale();
     }
   } else if constexpr (kFormat == Format::kInt4) {
     const int exponent = scaled_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * given.factor;
+    out.scale_hi = power_of_two(exponent - low) * given.scale();
     out.base = __float_as_int(power_of_two(-exponent));
   } else {
     const int exponent = fold_exponent(largest);
     const int low = exponent >> 1;
     out.scale_lo = largest == kNanScale ? __int_as_float(kFloatNan) : power_of_two(low);
-    out.scale_hi = power_of_two(exponent - low) * given.factor;
+    out.scale_hi = power_of_two(exponent - low) * given.scale();
     out.base = largest - kFoldSpan;
   }
   out.bias = given.bias;
@@ -216,7 +221,7 @@ __device__ __forceinline__ RowInputs int4_row_inputs(const RowInputsArgs& args, 
       args.scale_blocks == 1
           ? Flush(LoadElement(args.weight_scales, row, args.scale_dtype)) * kS8Undo
           : 1.0f;
-  return {scale, given.factor, given.bias, 0};
+  return {scale, given.scale(), given.bias, 0};
 }
 
 // One thread per row.

@@ -646,7 +646,8 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     slab = m * (rows + 4) * 4
     block = 0 if path.operand == "s8" else problem.block_size
     steps = decode_steps(problem, config)
-    scales = steps * k // block * (n + 1) if block else 0
+    # Rows an odd number of 16 bytes apart: eight of them lie in different banks.
+    scales = n * 16 * (-(-steps * k // block // 16) | 1) if block else 0
     addend = slab if problem.rank or config.cluster > 1 else 0
 
     def row(*args, **kwargs) -> Row:
@@ -662,7 +663,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             scales,
             1 if scales else 0,
             "kernel",
-            f"K/{block}*(tile_n+1), all of the CTA's" if block else "in aux, one per row",
+            f"tile_n*(K/{block}, an odd number of 16), all of the CTA's" if block else "in aux, one per row",
         ),
         row(
             "activation_scale",
