@@ -369,6 +369,14 @@ def _shf(e: Emitter, ins: Instr) -> None:
 @emits("prmt")
 def _prmt(e: Emitter, ins: Instr) -> None:
     check(ins, "b32")
+    selector = ins.ops[3]
+    places = [selector.value >> s & 15 for s in (0, 4, 8, 12)] if isinstance(selector, Imm) else [8]
+    if max(places) < 8:
+        key = f"P_{'_'.join(map(str, places))}"
+        e.consts[key] = np.array(places)
+        pair = ", ".join(e.src(op, "b32") for op in ins.ops[1:3])
+        e.dst(ins.ops[0], f"permute({pair}, {key})", "uint32")
+        return
     args = ", ".join(e.src(op, "b32") for op in ins.ops[1:4])
     e.dst(ins.ops[0], f"prmt({args})", "uint32")
 

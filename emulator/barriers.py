@@ -334,6 +334,13 @@ def _bar(ins: Instr) -> Node:
     return bar
 
 
+def _bits(g: Group) -> int:
+    """The lanes of a group, lane 0 lowest."""
+    if g.mask is None:
+        return 0xFFFFFFFF
+    return int.from_bytes(np.packbits(g.mask, bitorder="little").tobytes(), "little")
+
+
 def _bar_warp(ins: Instr) -> Node:
     mask = getter(ins.ops[0], "u32")
 
@@ -343,15 +350,8 @@ def _bar_warp(ins: Instr) -> Node:
             g.pc += 1
             return
         wanted = int(mask(w)[g.leader()])
-        here = g.lanes().copy()
         others = [o for o in w.groups if o.arrived == "warp"]
-        for other in others:
-            here |= other.lanes()
-        alive = np.zeros(32, bool)
-        for other in w.groups:
-            alive |= other.lanes()
-        needed = alive & (wanted >> np.arange(32) & 1).astype(bool)
-        if not (needed & ~here).any():
+        if not any(o is not g and o.arrived != "warp" and _bits(o) & wanted for o in w.groups):
             w.executed += 1
             g.arrived = None
             g.pc += 1
@@ -364,14 +364,11 @@ def _bar_warp(ins: Instr) -> Node:
 
     def _may_pass(w: Warp, g: Group) -> bool:
         # Lanes that have left since no longer count.
-        here = g.lanes().copy()
-        alive = here.copy()
-        for other in w.groups:
-            alive |= other.lanes()
-            if other.arrived == "warp":
-                here |= other.lanes()
         wanted = int(mask(w)[g.leader()])
-        return not ((alive & (wanted >> np.arange(32) & 1).astype(bool)) & ~here).any()
+        return not any(
+            other is not g and other.arrived != "warp" and _bits(other) & wanted
+            for other in w.groups
+        )
 
     return sync
 

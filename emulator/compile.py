@@ -113,6 +113,7 @@ class Code:
         self.consts: dict[str, Any] = {}
         self.run_ends: dict[int, int] = {}
         self.initial_registers = [_initial(s) for s in kernel.storages]
+        self.has_wgmma = any(ins.parts[0] == "wgmma" for ins in kernel.instrs)
 
     @functools.cached_property
     def nodes(self) -> list[Node | None]:
@@ -124,6 +125,18 @@ class Code:
         nodes: list[Node | None] = [None] * (len(self.kernel.instrs) + 1)
         self._build(nodes)
         return nodes
+
+    @functools.cached_property
+    def holders(self) -> list[int]:
+        """Registers that may hold a result which is not there yet: it arrives in some and is moved
+        to others."""
+        found = set()
+        for ins in self.kernel.instrs:
+            if ins.parts[0] in ("wgmma", "tcgen05", "mov") and ins.ops:
+                first = ins.ops[0]
+                items = first.items if isinstance(first, ptx.Vec) else (first,)
+                found.update(item.index for item in items if isinstance(item, Reg))
+        return sorted(found)
 
     def instruction_at(self, w: Warp, pc: int) -> Instr:
         at = w.local_pc
@@ -164,12 +177,14 @@ class Code:
         write_bits = sum(1 << i for i in writes)
         made: list[Any] = []
         length = end - start
+        tracked = self.has_wgmma
 
         def run(w: Warp, g: Group) -> None:
-            if w.dirty & write_bits != write_bits:
-                w.dirty |= write_bits
-            if w.wgmma is not None and w.wgmma.reading & write_bits:
-                w.wgmma.check_overwrite(w, write_bits)
+            if tracked:
+                if w.dirty & write_bits != write_bits:
+                    w.dirty |= write_bits
+                if w.wgmma is not None and w.wgmma.reading & write_bits:
+                    w.wgmma.check_overwrite(w, write_bits)
             if g.mask is None:
                 full(w, w.R, w.S, w.Y)
             else:
@@ -259,8 +274,9 @@ _NAMESPACE: dict[str, Any] = {
     )},
     **{name: getattr(lanes, name) for name in (
         "ftz", "fma", "fma64", "round_bf16", "from_bf16", "round_f16", "pack16", "bf16x2", "f16x2",
-        "fmin", "fmax", "minmax", "prmt", "lop3", "shl", "shr", "shf", "div", "rem", "mulhi", "bfe",
-        "bfi", "popc", "bfind", "clz", "brev", "to_int", "compare", "encode_e2m1", "encode_e8m0",
+        "fmin", "fmax", "minmax", "prmt", "permute", "lop3", "shl", "shr", "shf", "div", "rem",
+        "mulhi", "bfe", "bfi", "popc", "bfind", "clz", "brev", "to_int", "compare", "encode_e2m1",
+        "encode_e8m0",
     )},
     "bool": bool,
     "encode_fp8": formats.encode_fp8,

@@ -24,6 +24,14 @@ GLOBAL_BASE = 0x7A00_0000_0000
 _GUARD = 4096
 
 U64 = np.uint64
+_ALL_SET = {1: np.uint8(1), 2: np.uint16(0x101), 4: np.uint32(0x1010101), 8: U64(0x101010101010101)}
+_NAMES = {
+    np.dtype(name): name
+    for name in (
+        "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64",
+        "int64", "float64",
+    )
+}  # fmt: skip
 
 
 class Allocation:
@@ -47,14 +55,15 @@ class Allocation:
         self.read_only = False
         self.writer = np.zeros(padded, np.int32)
         self.launch: object = None
+        # The flags of a byte, of two, four, eight: all set is 1, 0x0101, ...
+        self.flags = {
+            size: self.initialized[: padded // size * size].view(f"uint{8 * size}")
+            for size in (1, 2, 4, 8)
+        }
         self.views = {
-            name: self.data[: padded // size * size].view(name)
-            for name, size in (
-                ("uint8", 1), ("int8", 1), ("uint16", 2), ("int16", 2), ("float16", 2),
-                ("uint32", 4), ("int32", 4), ("float32", 4),
-                ("uint64", 8), ("int64", 8), ("float64", 8),
-            )
-        }  # fmt: skip
+            name: self.data[: padded // dtype.itemsize * dtype.itemsize].view(dtype)
+            for dtype, name in _NAMES.items()
+        }
 
     def write_host(self, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).view(np.uint8).ravel()
@@ -96,14 +105,15 @@ class GlobalMemory:
         active = address if mask is None else address[mask]
         if not active.size:
             return None
-        lo, hi = int(active.min()), int(active.max())
-        if size > 1 and (active & U64(size - 1)).any():
+        lo, hi = int(np.minimum.reduce(active)), int(np.maximum.reduce(active))
+        if size > 1 and int(np.bitwise_or.reduce(active)) & (size - 1):
             raise OutOfBoundsError(f"misaligned global access of {size} bytes at {lo:#x}")
         return lo, hi, active
 
     def load(self, w: Any, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
         """`count` consecutive elements per lane, an array for each."""
-        item = np.dtype(dtype).itemsize
+        dtype = np.dtype(dtype)
+        item = dtype.itemsize
         size = item * count
         lanes = self._lanes(w, address, mask, size)
         if lanes is None:
@@ -120,16 +130,19 @@ class GlobalMemory:
         offset = (address - U64(found.base)).astype(np.int64)
         if mask is not None:
             offset = np.where(mask, offset, lo - found.base)
+        places = [offset // item if item > 1 else offset]
+        for i in range(1, count):
+            places.append(places[0] + i)
         if found.initialized is not None:
-            for i in range(size):
-                if not found.initialized[offset + i].all():
+            flags, every = found.flags[item], _ALL_SET[item]
+            for index in places:
+                if np.count_nonzero(flags[index] == every) < 32:
                     raise UninitializedError(f"{found.name} is read where nothing was written")
         machine = w.cluster.machine
         if found.launch is machine and machine.options.races:
             self._check_writers(w, found, found.writer[offset], "reads")
-        index = offset // item
-        view = found.views[np.dtype(dtype).name]
-        return [view[index + i] for i in range(count)]
+        view = found.views[_NAMES[dtype]]
+        return [view[index] for index in places]
 
     def _load_scattered(self, w, address, mask, dtype, count):
         out = [np.zeros(32, dtype) for _ in range(count)]
@@ -163,18 +176,23 @@ class GlobalMemory:
         offset = (active - U64(found.base)).astype(np.int64)
         if w.cluster.machine.options.races:
             self._check_writers(w, found, found.writer[offset], "overwrites")
-        view = found.views[values[0].dtype.name]
-        for i, value in enumerate(values):
-            view[offset // item + i] = value if mask is None else value[mask]
-        for i in range(size):
-            found.writer[offset + i] = w.cta.number + 1
+        view = found.views[_NAMES[values[0].dtype]]
+        flags, every = found.flags[item], _ALL_SET[item]
+        writer = found.writer.reshape(-1, item)
+        index = offset // item if item > 1 else offset
+        for value in values:
+            view[index] = value if mask is None else value[mask]
+            writer[index] = w.cta.number + 1
             if found.initialized is not None:
-                found.initialized[offset + i] = True
+                flags[index] = every
+            index = index + 1
 
     @staticmethod
     def _check_writers(w: Any, found: Allocation, writers: np.ndarray, verb: str) -> None:
         """Clusters of a launch have no order between them."""
         size = w.cluster.size
+        if not np.count_nonzero(writers):
+            return
         foreign = (writers > 0) & ((writers - 1) // size != w.cluster.number)
         if foreign.any():
             other = int(writers[foreign][0]) - 1
@@ -206,8 +224,9 @@ class SharedMemory:
         self.words = self.data.view(np.uint32)
         self.halves = self.data.view(np.uint16)
         self.written = np.zeros(padded // 4, bool)
-        self.writer = np.zeros(padded // 4, np.int32)  # clock slot of the last write
+        self.writer = np.zeros(padded // 4, np.intp)  # clock slot of the last write
         self.clock = np.zeros(padded // 4, np.int32)
+        self.last_read: dict[int, int] = {}  # clock slot -> the largest clock of readers
         self.readers: dict[int, np.ndarray] = {}  # clock slot -> clock of its last read
 
     def where(self, word: int) -> str:
@@ -227,8 +246,18 @@ class Parameters:
     def __init__(self, data: bytes):
         self.size = len(data)
         self.data = np.frombuffer(data.ljust((len(data) + 31) // 16 * 16, b"\0"), np.uint8)
+        self.uniform: dict[tuple, list] = {}  # of all lanes at one address
 
     def load(self, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
+        key = (address.tobytes(), dtype, count)
+        found = self.uniform.get(key)
+        if found is None:
+            found = self._load(address, mask, dtype, count)
+            if (address == address[0]).all() and (mask is None or mask.any()):
+                self.uniform[key] = found
+        return found
+
+    def _load(self, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
         active = address if mask is None else address[mask]
         if not active.size:
             return [np.zeros(32, dtype)] * count

@@ -15,6 +15,8 @@ import numpy as np
 
 from emulator.errors import RaceError, UninitializedError
 
+_count = np.count_nonzero
+
 
 class Clocks:
     """The vector clocks of an agent or of a synchronisation object.
@@ -80,7 +82,8 @@ class Detector:
     def read(
         self, memory: Any, words: Any, clocks: Clocks, slot: int, clock: int, proxy: str, who: str
     ) -> None:
-        if not memory.written[words].all():
+        written = memory.written[words]
+        if _count(written) < written.size:
             raise UninitializedError(
                 f"{who} reads what nothing has written, "
                 f"{_where(memory, words, ~memory.written[words])}"
@@ -90,12 +93,14 @@ class Detector:
         known = clocks.seen if proxy == "generic" else clocks.fenced
         writers = memory.writer[words]
         bad = known[writers] < memory.clock[words]
-        if bad.any():
+        if _count(bad):
             self._report("reads", who, memory, words, writers, bad, clocks, proxy)
         row = memory.readers.get(slot)
         if row is None:
             row = memory.readers[slot] = np.zeros(memory.words.size, np.int32)
         row[words] = clock
+        if clock > memory.last_read.get(slot, 0):
+            memory.last_read[slot] = clock
 
     def write(
         self, memory: Any, words: Any, clocks: Clocks, slot: int, clock: int, proxy: str, who: str
@@ -104,11 +109,13 @@ class Detector:
             known = clocks.seen if proxy == "generic" else clocks.fenced
             writers = memory.writer[words]
             bad = known[writers] < memory.clock[words]
-            if bad.any():
+            if _count(bad):
                 self._report("overwrites", who, memory, words, writers, bad, clocks, proxy)
-            for reader, row in memory.readers.items():
-                late = row[words] > clocks.seen[reader]
-                if reader != slot and late.any():
+            for reader, last in memory.last_read.items():
+                if last <= clocks.seen[reader] or reader == slot:
+                    continue
+                late = memory.readers[reader][words] > clocks.seen[reader]
+                if _count(late):
                     raise RaceError(
                         f"{who} overwrites what {self.slots.names[reader]} may still read, "
                         f"{_where(memory, words, late)}"

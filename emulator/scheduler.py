@@ -9,6 +9,7 @@ late    operations in flight complete only when no warp can run
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from emulator.errors import DeadlockError, EmulationError
@@ -35,23 +36,24 @@ class Scheduler:
             self.drop_at = {int(rng.expovariate(1 / 2000)) for _ in range(8)}
 
     def run(self) -> None:
-        cluster, rng, policy = self.cluster, self.rng, self.policy
+        cluster, policy = self.cluster, self.policy
+        below = _below(self.rng)
         steps, idle, seen = 0, 0, -1
         floor = 0.0
-        blocked_at: dict[Any, int] = {}
+        version = -1
+        warps: list[Any] = []
+        operations: list[Any] = []
+        agent: Any = None
         for w in cluster.warps:
-            w.priority = rng.random()
+            w.priority = self.rng.random()
         while True:
-            warps = []
-            version = cluster.version
-            for w in cluster.warps:
-                if blocked_at.get(w) == version:
-                    continue
-                if w.ready():
-                    warps.append(w)
-                else:
-                    blocked_at[w] = version
-            operations = [op for op in cluster.in_flight if op.ready()]
+            # Who can run changes with the version; without, only for the warp that just ran.
+            if cluster.version != version:
+                version = cluster.version
+                warps = [w for w in cluster.warps if w.ready()]
+                operations = [op for op in cluster.in_flight if op.ready()]
+            elif agent is not None and not agent.ready():
+                warps.remove(agent)
             if not warps and not operations:
                 if not cluster.warps:
                     if cluster.in_flight:
@@ -66,27 +68,27 @@ class Scheduler:
                 if idle > 1:
                     cluster.nanoseconds += _ROUND_NS
                 cluster.poll_rounds += 1
-                blocked_at.clear()
+                version, agent = -1, None
                 continue
             steps += 1
             cluster.nanoseconds += _STEP_NS
             if steps > self.max_steps:
                 raise EmulationError(f"no end after {steps} scheduling steps\n{self._report()}")
             if policy == "early" and operations:
-                agent = rng.choice(operations)
+                agent = operations[below(len(operations))]
             elif policy == "late" and warps:
-                agent = rng.choice(warps)
+                agent = warps[below(len(warps))]
             elif policy == "pct":
                 agent = max([*warps, *operations], key=lambda a: a.priority)
                 if steps in self.drop_at:
                     floor -= 1.0
                     agent.priority = floor
             else:
-                i = rng.randrange(len(warps) + len(operations))
+                i = below(len(warps) + len(operations))
                 agent = warps[i] if i < len(warps) else operations[i - len(warps)]
             if agent.__class__ is cluster.warp_class:
                 # Under pct a warp keeps running until it has to wait or a priority drops.
-                agent.run(24 if policy == "pct" else rng.choice(_BURSTS))
+                agent.run(24 if policy == "pct" else _BURSTS[below(len(_BURSTS))])
                 if agent.live == 0:
                     cluster.warps.remove(agent)
             else:
@@ -111,3 +113,17 @@ class Scheduler:
 
 
 _BURSTS = (1, 2, 3, 5, 8, 13, 40)
+
+
+def _below(rng: random.Random) -> Callable[[int], int]:
+    """rng.randrange, with less around it."""
+    bits = rng.getrandbits
+
+    def below(n: int) -> int:
+        width = n.bit_length()
+        found = bits(width)
+        while found >= n:
+            found = bits(width)
+        return found
+
+    return below

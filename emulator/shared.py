@@ -9,7 +9,7 @@ import numpy as np
 from emulator.alu import DTYPES
 from emulator.compile import Node, address_getter, getter, node, predicated, setter
 from emulator.errors import EmulationError, OutOfBoundsError, ProtocolError, UnknownOpcodeError
-from emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
+from emulator.memory import RANK_SHIFT, SHARED_WINDOW
 from emulator.ptx import Instr, Pair, Vec
 from emulator.warp import FULL, LANES, Group, Warp
 
@@ -22,20 +22,19 @@ def _space(ins: Instr) -> str | None:
 
 
 def _targets(w: Warp, address: np.ndarray, lanes: np.ndarray, size: int, remote: bool, what: str):
-    """(cta, lane mask, offsets) for each CTA that the lanes address."""
-    active = address[lanes]
-    if size > 1 and (active & active.dtype.type(size - 1)).any():
+    """(cta, lane mask, offsets of these lanes) for each CTA that the lanes address."""
+    active = (address if lanes is FULL else address[lanes]).astype(np.int64)
+    if size > 1 and int(np.bitwise_or.reduce(active)) & (size - 1):
         raise OutOfBoundsError(f"misaligned {what} of {size} bytes")
-    ranks = active >> active.dtype.type(RANK_SHIFT)
-    first = int(ranks[0])
-    if (ranks == first).all():
-        cta = w.cluster.cta(w, first, remote, what)
-        offset = (address & address.dtype.type(OFFSET_MASK)).astype(np.int64)
-        low, high = int(offset[lanes].min()), int(offset[lanes].max())
-        cta.memory.check(low, high + size, what)
-        return [(cta, lanes, offset)]
+    low, high = int(np.minimum.reduce(active)), int(np.maximum.reduce(active))
+    rank = low >> RANK_SHIFT
+    if rank == high >> RANK_SHIFT:
+        cta = w.cluster.cta(w, rank, remote, what)
+        base = rank << RANK_SHIFT
+        cta.memory.check(low - base, high - base + size, what)
+        return [(cta, lanes, active - base if base else active)]
     out = []
-    for rank in np.unique(ranks):
+    for rank in np.unique(active >> RANK_SHIFT):
         mine = lanes & (address >> address.dtype.type(RANK_SHIFT) == rank)
         out += _targets(w, address, mine, size, remote, what)
     return out
@@ -53,10 +52,14 @@ def _generic(address: np.ndarray, lanes: np.ndarray) -> tuple[bool, np.ndarray]:
 
 def word_index(offset: np.ndarray, size: int) -> np.ndarray:
     """Words that accesses of `size` bytes at `offset` touch."""
-    words = offset >> 2
+    words = offset >> _TWO
     if size <= 4:
         return words
-    return (words[:, None] + np.arange(size // 4)).ravel()
+    return (words[:, None] + _STEPS[size // 4]).ravel()
+
+
+_TWO = np.array(2)
+_STEPS = {count: np.arange(count) for count in (1, 2, 4)}
 
 
 @node("ld", "st")
@@ -76,7 +79,8 @@ def _access(ins: Instr) -> Node:
     address_of = address_getter(memory_op)
     remote = space == "shared::cluster"
     lanes_of = predicated(ins)
-    unsigned = f"uint{8 * dtype.itemsize}"
+    unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+    item = dtype.itemsize
     if load:
         writers = [_widening(item, dtype) for item in items]
     else:
@@ -87,7 +91,7 @@ def _access(ins: Instr) -> Node:
         g.pc += 1
         mask = g.mask if lanes_of is None else lanes_of(w, g)
         lanes = FULL if mask is None else mask
-        if mask is not None and not mask.any():
+        if mask is not None and not np.count_nonzero(mask):
             return
         address = address_of(w)
         if space is None:
@@ -104,20 +108,24 @@ def _access(ins: Instr) -> Node:
         detector = w.cluster.detector
         for cta, part, offset in _targets(w, address, lanes, size, remote, ins.op):
             memory = cta.memory
-            at = offset[part]
-            words = word_index(at, size)
-            view = memory.data[: memory.data.size // dtype.itemsize * dtype.itemsize].view(unsigned)
-            index = offset // dtype.itemsize
+            words = word_index(offset, size)
+            view = memory.data.view(unsigned)
+            index = offset // item if item > 1 else offset
             who = w.name
             if load:
                 detector.read(memory, words, w.clocks, w.slot, w.clock(), "generic", who)
-                index = np.where(part, index, index[part][0])
+                if part is not FULL:
+                    at = np.full(32, index[0])
+                    at[part] = index
+                    index = at
                 for i, write in enumerate(writers):
-                    write(w, view[index + i].view(dtype), mask if part is lanes else part)
+                    value = view[index + i if i else index].view(dtype)
+                    write(w, value, mask if part is lanes else part)
             else:
                 detector.write(memory, words, w.clocks, w.slot, w.clock(), "generic", who)
                 for i, read in enumerate(readers):
-                    view[index[part] + i] = read(w).view(unsigned)[part]
+                    value = read(w).view(unsigned)
+                    view[index + i if i else index] = value if part is FULL else value[part]
 
     return access
 
@@ -160,7 +168,7 @@ def _matrix(ins: Instr) -> Node:
         address = address_of(w)
         ((cta, _, offset),) = _targets(w, address, lanes, 16, False, ins.op)
         memory = cta.memory
-        rows = offset[lanes]
+        rows = offset
         words = word_index(rows, 16)
         detector = w.cluster.detector
         # Row r of matrix i is at the address of lane 8 i + r: eight 16-bit elements.

@@ -24,8 +24,9 @@ class TensorMemory:
         size = QUARTERS * COLUMNS
         self.words = np.zeros(size, np.uint8)
         self.written = np.zeros(size, bool)
-        self.writer = np.zeros(size, np.int32)
+        self.writer = np.zeros(size, np.intp)
         self.clock = np.zeros(size, np.int32)
+        self.last_read: dict[int, int] = {}  # clock slot -> the largest clock of readers
         self.readers: dict[int, np.ndarray] = {}
         self.allocations: dict[int, int] = {}  # first column -> columns
         self.relinquished = False

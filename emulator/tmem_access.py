@@ -177,9 +177,11 @@ def _wait_node(loads: bool) -> Node:
         if loads and ops:
             finished = set(map(id, ops))
             warp = w.index % 4
-            for i, value in enumerate(w.R):
+            R = w.R
+            for i in w.code.holders:
+                value = R[i]
                 if type(value) is Pending and id(value.op) in finished:
-                    w.R[i] = value.op.result[warp][value.index].view(value.dtype)
+                    R[i] = value.op.result[warp][value.index].view(value.dtype)
         ops.clear()
 
     return wait

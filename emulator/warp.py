@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -234,10 +235,21 @@ def located(error: EmulationError, w: Warp, pc: int) -> EmulationError:
 
 
 def special_registers(cta: Any, warp: int) -> dict[str, np.ndarray]:
-    bx, by, bz = cta.cluster.machine.block
+    machine = cta.cluster.machine
+    return _special_registers(
+        machine.block, machine.grid, machine.dynamic_shared, cta.cluster.size, cta.number, warp
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _special_registers(
+    block: tuple[int, int, int], grid: tuple[int, int, int], dynamic_shared: int, cluster: int,
+    number: int, warp: int,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    bx, by, bz = block
     linear = warp * 32 + LANES
-    gx, gy, gz = cta.cluster.machine.grid
-    number = cta.number
+    gx, gy, gz = grid
+    rank = number % cluster
     values: dict[str, Any] = {
         "tid.x": linear % bx,
         "tid.y": linear // bx % by,
@@ -253,32 +265,37 @@ def special_registers(cta: Any, warp: int) -> dict[str, np.ndarray]:
         "nctaid.z": gz,
         "laneid": LANES,
         "warpid": warp,
-        "nwarpid": cta.cluster.machine.warps,
+        "nwarpid": (bx * by * bz + 31) // 32,
         "smid": number,
-        "cluster_ctarank": cta.rank,
-        "cluster_nctarank": cta.cluster.size,
-        "cluster_ctaid.x": cta.rank,
+        "cluster_ctarank": rank,
+        "cluster_nctarank": cluster,
+        "cluster_ctaid.x": rank,
         "cluster_ctaid.y": 0,
         "cluster_ctaid.z": 0,
-        "cluster_nctaid.x": cta.cluster.size,
+        "cluster_nctaid.x": cluster,
         "cluster_nctaid.y": 1,
         "cluster_nctaid.z": 1,
-        "clusterid.x": number % gx // cta.cluster.size,
+        "clusterid.x": number % gx // cluster,
         "clusterid.y": number // gx % gy,
         "clusterid.z": number // (gx * gy),
-        "nclusterid.x": gx // cta.cluster.size,
+        "nclusterid.x": gx // cluster,
         "nclusterid.y": gy,
         "nclusterid.z": gz,
         "is_explicit_cluster": 1,
         "lanemask_lt": (np.uint32(1) << LANES) - 1,
         "lanemask_eq": np.uint32(1) << LANES,
-        "dynamic_smem_size": cta.cluster.machine.dynamic_shared,
+        "dynamic_smem_size": dynamic_shared,
         "WARP_SZ": 32,
     }
-    out = {}
-    for name, value in values.items():
-        array = np.broadcast_to(np.asarray(value, np.uint32), (32,)).copy()
-        array.flags.writeable = False
-        out[name] = array
-    out["clock"] = out["clock64"] = np.zeros(32, np.uint32)
-    return out
+    values["clock"] = values["clock64"] = 0
+    return {
+        name: value.astype(np.uint32) if isinstance(value, np.ndarray) else _same(value)
+        for name, value in values.items()
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _same(value: int) -> np.ndarray:
+    array = np.full(32, value, np.uint32)
+    array.flags.writeable = False
+    return array

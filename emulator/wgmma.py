@@ -395,7 +395,8 @@ def _wait(ins: Instr) -> Node:
                 resolve = True
             if resolve:
                 R = w.R
-                for i, value in enumerate(R):
+                for i in w.code.holders:
+                    value = R[i]
                     if type(value) is Pending and value.op.index < target:
                         R[i] = value.op.result[warp][value.index].view(value.dtype)
         w.executed += 1
