@@ -304,8 +304,14 @@ def _minmax(e: Emitter, ins: Instr) -> None:
         how = f"{largest}, {ins.has('NaN')}, {ins.has('xorsign')}"
         e.dst(ins.ops[0], f"{kind}(lambda a, b: minmax(a, b, {how}), {args})", "uint32")
         return
-    check(ins, _INTS)
     name = "maximum" if largest else "minimum"
+    if kind in ("u16x2", "s16x2"):
+        check(ins, kind)
+        half = "uint16" if kind == "u16x2" else "int16"
+        halves = (f"{e.src(op, 'b32')}.view({half})" for op in ins.ops[1:3])
+        e.dst(ins.ops[0], f"{name}({', '.join(halves)}).view(uint32)", "uint32")
+        return
+    check(ins, _INTS)
     args = ", ".join(e.src(op, kind) for op in ins.ops[1:])
     e.dst(ins.ops[0], f"{name}({args})", DTYPES[kind])
 

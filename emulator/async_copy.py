@@ -1,17 +1,17 @@
 """cp.async: 4 to 16 bytes per lane from global to shared memory, seen after cp.async.wait_all.
 
-A copy lands when its thread waits for it, as late as it may: a program that reads earlier reads what
-nothing has written.
+A copy lands when its thread waits for it, as late as it may: who reads earlier reads what nothing
+has written.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from emulator import shared
 from emulator.compile import Node, address_getter, getter, predicated
 from emulator.errors import UnknownOpcodeError
 from emulator.ptx import Imm, Instr
-from emulator.shared import shared_targets, word_index
 from emulator.warp import FULL, Group, Warp
 
 
@@ -71,11 +71,13 @@ def _land(w: Warp, to, source, lanes, wanted, size: int) -> None:
     count = size // 4
     inside = lanes & (wanted > 0)
     values = w.cluster.machine.memory.load(w, source, inside, np.dtype(np.uint32), count)
-    for cta, part, offset in shared_targets(w, to, lanes, size, False, "cp.async"):
+    if lanes.all():
+        lanes = FULL
+    for cta, part, offset in shared.targets(w, to, lanes, size, False, "cp.async"):
         memory = cta.memory
-        words = word_index(offset[part], size)
+        words = shared.word_index(offset, size)
         w.cluster.detector.write(
             memory, words, w.clocks, w.slot, w.clock(), "generic", f"cp.async of {w.name}"
         )
         for i, value in enumerate(values):
-            memory.words[offset[part] // 4 + i] = np.where(inside, value, 0)[part]
+            memory.words[offset // 4 + i] = np.where(inside, value, 0)[part]

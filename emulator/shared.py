@@ -21,7 +21,7 @@ def _space(ins: Instr) -> str | None:
     return None
 
 
-def _targets(w: Warp, address: np.ndarray, lanes: np.ndarray, size: int, remote: bool, what: str):
+def targets(w: Warp, address: np.ndarray, lanes: np.ndarray, size: int, remote: bool, what: str):
     """(cta, lane mask, offsets of these lanes) for each CTA that the lanes address."""
     active = (address if lanes is FULL else address[lanes]).astype(np.int64)
     if size > 1 and int(np.bitwise_or.reduce(active)) & (size - 1):
@@ -36,7 +36,7 @@ def _targets(w: Warp, address: np.ndarray, lanes: np.ndarray, size: int, remote:
     out = []
     for rank in np.unique(active >> RANK_SHIFT):
         mine = lanes & (address >> address.dtype.type(RANK_SHIFT) == rank)
-        out += _targets(w, address, mine, size, remote, what)
+        out += targets(w, address, mine, size, remote, what)
     return out
 
 
@@ -106,7 +106,7 @@ def _access(ins: Instr) -> Node:
                     machine_memory.store(w, address, mask, tuple(r(w) for r in readers))
                 return
         detector = w.cluster.detector
-        for cta, part, offset in _targets(w, address, lanes, size, remote, ins.op):
+        for cta, part, offset in targets(w, address, lanes, size, remote, ins.op):
             memory = cta.memory
             words = word_index(offset, size)
             view = memory.data.view(unsigned)
@@ -166,7 +166,7 @@ def _matrix(ins: Instr) -> Node:
         w.executed += 1
         g.pc += 1
         address = address_of(w)
-        ((cta, _, offset),) = _targets(w, address, lanes, 16, False, ins.op)
+        ((cta, _, offset),) = targets(w, address, lanes, 16, False, ins.op)
         memory = cta.memory
         rows = offset
         words = word_index(rows, 16)

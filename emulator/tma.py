@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from emulator import async_copy, memory, tensormap
+from emulator import memory, tensormap
 from emulator.compile import Node, active_lanes, address_getter, getter, node, predicated
 from emulator.errors import (
     OutOfBoundsError,
@@ -269,6 +269,8 @@ def _targets(w: Warp, dst: int, bar: int, mask: int | None, pair: bool, size: in
 @node("cp")
 def _cp(ins: Instr) -> Node:
     if ins.parts[1] == "async" and ins.parts[2] != "bulk":
+        from emulator import async_copy  # which uses this module
+
         return async_copy.copy_or_wait(ins)
     if ins.parts[1:3] != ("async", "bulk"):
         raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")

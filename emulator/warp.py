@@ -77,6 +77,7 @@ class Warp:
         self.dirty = 0
         self.wgmma: Any = None
         self.bulk: Any = None
+        self.copies: list[tuple] = []  # cp.async that nothing has waited for
         self.tmem: Any = None
         self.held: list[tuple[int, int]] = []  # tcgen05 accesses before the next fence
         self.rng = machine.rng

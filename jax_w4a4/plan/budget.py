@@ -663,7 +663,9 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             scales,
             1 if scales else 0,
             "kernel",
-            f"tile_n*(K/{block}, an odd number of 16), all of the CTA's" if block else "in aux, one per row",
+            f"tile_n*(K/{block}, an odd number of 16), all of the CTA's"
+            if block
+            else "in aux, one per row",
         ),
         row(
             "activation_scale",
