@@ -25,6 +25,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "mma.cuh"
 #include "sm90_decode.h"
@@ -224,18 +225,19 @@ __device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleS
   }
 }
 
-// The largest block scale of each row, into the place of its RowInputs.
+// The largest block scale of each row into the place of its RowInputs, in the lower half of a word, and
+// what the least lacks to 255 in the upper one. `bytes`: the scales of a row that count.
 template <int kMask>
-__device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t smem, int bytes,
-                                             int warp, int lane) {
+__device__ __forceinline__ void find_extremes(const DecodeArgs& args, uint32_t smem, int bytes,
+                                              int warp, int lane) {
   constexpr uint32_t kBytes = kMask * 0x10001u;
   constexpr int kBatch = 4;  // shuffles of as many pieces overlap
   for (ScaleWalk<16> walk(bytes, warp, lane); walk.more(args.tile_n, lane);) {
-    uint32_t largest[kBatch];  // two halves of a word, of even and odd bytes
+    uint32_t found[kBatch];
     ScaleWalk<16> at = walk;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      largest[b] = 0;
+      uint32_t most = 0, lack = 0;  // two halves, of even and odd bytes
       if (at.row < args.tile_n && at.piece < at.pieces) {
         const uint4 raw = load_shared_v4(smem + args.off_scales + at.row * args.scale_pitch +
                                          at.piece * 16);
@@ -243,15 +245,17 @@ __device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t sm
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (at.piece * 16 + 4 * i >= bytes) continue;
-          largest[b] = __vmaxu2(largest[b], __vmaxu2(words[i] & kBytes, words[i] >> 8 & kBytes));
+          most = __vmaxu2(most, __vmaxu2(words[i] & kBytes, words[i] >> 8 & kBytes));
+          lack = __vmaxu2(lack, __vmaxu2(~words[i] & 0xFF00FF, ~words[i] >> 8 & 0xFF00FF));
         }
       }
+      found[b] = __vmaxu2(prmt(most, lack, 0x5410), prmt(most, lack, 0x7632));
       at.advance(lane);
     }
     for (int step = 1 << walk.log_lanes >> 1; step > 0; step >>= 1) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        largest[b] = __vmaxu2(largest[b], __shfl_xor_sync(0xFFFFFFFFu, largest[b], step));
+        found[b] = __vmaxu2(found[b], __shfl_xor_sync(0xFFFFFFFFu, found[b], step));
       }
     }
     // One lane keeps a row, piece after piece.
@@ -260,12 +264,33 @@ __device__ __forceinline__ void find_largest(const DecodeArgs& args, uint32_t sm
     for (int b = 0; b < kBatch; ++b) {
       const uint32_t place = smem + args.off_rows + walk.row * 16;
       if (keeps && walk.row < args.tile_n) {
-        const uint32_t most = max(largest[b] & 0xFFFF, largest[b] >> 16);
-        store_shared_u32(place, walk.piece == 0 ? most : max(most, load_shared_u32(place)));
+        store_shared_u32(place, walk.piece == 0 ? found[b]
+                                                : __vmaxu2(found[b], load_shared_u32(place)));
       }
       walk.advance(lane);
     }
   }
+}
+
+// RowInputs::base of a row of sm90_decode in shared memory: of mxfp4 the lower half, with whether one of
+// the row's blocks flushes above it.
+template <class Path>
+constexpr bool kMayFlush = Path::kFormat == Format::kMxfp4;
+
+template <class Path>
+__device__ __forceinline__ int base_of(uint32_t word) {
+  return kMayFlush<Path> ? static_cast<int16_t>(word) : static_cast<int>(word);
+}
+
+// Whether a block of the CTA's rows flushes: rarely, and a loop that need not ask is 4 % faster.
+template <class Path>
+__device__ __forceinline__ bool some_flush(const DecodeArgs& args, uint32_t smem, int lane) {
+  if (!kMayFlush<Path>) return true;
+  uint32_t flags = 0;
+  for (int row = lane; row < args.tile_n; row += 32) {
+    flags |= load_shared_u32(smem + args.off_rows + row * 16 + 12);
+  }
+  return __any_sync(0xFFFFFFFFu, flags >> 16 & 1);
 }
 
 // What the multiply warps do while the launch before may still be running: block scales and RowInputs
@@ -307,11 +332,17 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     // Other lanes' pieces, unless they were copied as they are read.
     if (!whole) named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
-    find_largest<kScaleMask<Path::kFormat>>(args, smem, scales.bytes, warp, lane);
+    find_extremes<kScaleMask<Path::kFormat>>(args, smem, min(scales.bytes, scales.blocks), warp,
+                                             lane);
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     if (row < args.tile_n) {
-      const int largest = static_cast<int>(load_shared_u32(place));
-      write(row_inputs<Path::kFormat>(args.rows.rounded, factors, largest));
+      const uint32_t found = load_shared_u32(place);
+      RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found & 0xFFFF);
+      if constexpr (kMayFlush<Path>) {
+        const bool flushes = Path::RowFold::flushes(0xFF - static_cast<int>(found >> 16), v.base);
+        v.base = (v.base & 0xFFFF) | flushes << 16;
+      }
+      write(v);
     }
   }
   named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
@@ -325,9 +356,19 @@ __device__ __forceinline__ uint32_t load_scale(uint32_t address) {
   return 0;
 }
 
+// What a fold makes of a block scale.
+template <int kPart, bool kFlush, class Fold>
+__device__ __forceinline__ auto table(const Fold& fold, uint32_t scale) {
+  if constexpr (kFlush) {
+    return fold.template block<kPart>(scale);
+  } else {
+    return fold.template block<kPart, false>(scale);
+  }
+}
+
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
 // four MMAs. Fragments are written while the MMAs of the record before are in flight.
-template <class Path, int kTokens, int kRows>
+template <class Path, int kTokens, int kRows, bool kFlush>
 __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                          int steps, float (&acc)[kTokens / 2], int group, int block,
                                          int warp, int lane) {
@@ -353,7 +394,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     scales[h] = smem + args.off_scales + row * args.scale_pitch + record * Path::kStageScales +
                 q * (Path::kStageScales / 4);
     fold[h] = typename Path::RowFold(
-        static_cast<int>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
+        base_of<Path>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
   }
   const uint32_t act = smem + args.off_act + record * kTokens * kBoxBytes;
 
@@ -384,14 +425,14 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
       if constexpr (D::kHalves == 2) {
         packed1 = Path::load_packed((weight[1] + slot) ^ (r * Path::kWeightBytes));
       }
-      auto table0 = fold[0].template block<0>(scale[r][0]);
-      auto table1 = fold[1].template block<0>(scale[r][D::kHalves - 1]);
+      auto table0 = table<0, kFlush>(fold[0], scale[r][0]);
+      auto table1 = table<0, kFlush>(fold[1], scale[r][D::kHalves - 1]);
       const uint64_t b = matrix_descriptor<kBoxBytes>(act + slot + r * kTokens * kBoxBytes);
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
         if (s == 2 && Path::kLaneBlocks == 2) {
-          table0 = fold[0].template block<1>(scale[r][0]);
-          table1 = fold[1].template block<1>(scale[r][D::kHalves - 1]);
+          table0 = table<1, kFlush>(fold[0], scale[r][0]);
+          table1 = table<1, kFlush>(fold[1], scale[r][D::kHalves - 1]);
         }
         Path::expand(packed0, s, table0, a[s][0], a[s][2]);
         if constexpr (D::kHalves == 2) Path::expand(packed1, s, table1, a[s][1], a[s][3]);
@@ -605,7 +646,18 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     const int group = warpgroup % D::kGroups;
     const int block = warpgroup / D::kGroups;
     float acc[kTokens / 2];
-    multiply<Path, kTokens, kRows>(args, smem, ring, share.steps, acc, group, block, warp % 4, lane);
+    const auto run = [&](auto flush) {
+      multiply<Path, kTokens, kRows, decltype(flush)::value>(args, smem, ring, share.steps, acc, group,
+                                                             block, warp % 4, lane);
+    };
+    // The same in all warps of the CTA, as the MMAs of a warpgroup must be. With 32 rows ptxas serializes
+    // the MMAs of two loops (C7511).
+    constexpr bool kMayKnow = kMayFlush<Path> && kRows > 32;
+    if (!kMayKnow || some_flush<Path>(args, smem, lane)) {
+      run(std::true_type());
+    } else if constexpr (kMayKnow) {
+      run(std::false_type());
+    }
     // Everyone is through with the ring, over which the sums are laid.
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     store_partial<Path, kTokens, kRows>(args, smem, acc, group, block, warp % 4, lane);

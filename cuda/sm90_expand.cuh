@@ -42,10 +42,16 @@ class E8m0RowFold {
         lo_(0x0A080400u - base * 0x04040400u),
         hi_(0x12100E0Cu - base * 0x04040404u) {}
 
-  template <int kPart = 0>
+  // Without kFlush no scale may flush, but that of a block of zero codes: their byte stays zero.
+  template <int kPart = 0, bool kFlush = true>
   __device__ __forceinline__ FoldTable block(uint32_t scale) const {
-    const bool flushed = static_cast<int>(scale) < base_;
+    const bool flushed = kFlush && static_cast<int>(scale) < base_;
     return {flushed ? 0u : scale * 0x04040400u + lo_, flushed ? 0u : scale * 0x04040404u + hi_};
+  }
+
+  // Whether some block of a row flushes whose smallest scale is `least`.
+  static __device__ __forceinline__ bool flushes(int least, int base) {
+    return least < (base > 1 ? base : 1);
   }
 
  private:

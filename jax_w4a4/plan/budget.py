@@ -40,7 +40,6 @@ __all__ = [
     "decode_cta_bytes",
     "decode_quantizer",
     "decode_shape",
-    "decode_stage_bytes",
     "decode_steps",
     "down_sm100",
     "down_v2",
@@ -1062,13 +1061,6 @@ def decode_cta_bytes(problem: Problem, config: Config) -> int:
     scale = ITEMSIZE[problem.scale_dtype]
     row = problem.k_pad // 2 + problem.k_pad // problem.block_size * scale
     return config.tile_n * row // config.cluster
-
-
-def decode_stage_bytes(problem: Problem, config: Config) -> int:
-    """Weights and activations of one main-loop step of a CTA of sm90_decode."""
-    path = v2_path(problem)
-    assert path is not None, problem
-    return weight_stage_bytes(config) + config.tile_m * config.tile_k * path.act_bytes
 
 
 def output_tile_bytes(problem: Problem, config: Config) -> int:

@@ -101,21 +101,16 @@ _V2_EPILOGUE_S = 5e-9
 # Design.group_m of sm90_v2, same data: up to 6 % faster than one group of 22 when the chip runs
 # hot, equal otherwise. sm100_v2 takes it over, unmeasured.
 
-# sm90_decode: seconds of a wave before and after its stream, and of two CTAs that meet; bytes per
+# sm90_decode: seconds of a call before and after its stream, and of two CTAs that meet; bytes per
 # second of the chip and of one SM; seconds of a stage by the most rows of a CTA, and of each token
-# in it; latency of a stage under load and bytes per second beside it. Fitted to
+# in it; from the moment that a slot is free until it is full again. Fitted to
 # bench/results/decode_tiles_h200.json.
-_DECODE_FIXED_S = 4.5e-6
+_DECODE_FIXED_S = 5.0e-6
 _DECODE_MEET_S = 1.1e-6
-_DECODE_CHIP_BYTES_S = 4.5e12
-_DECODE_SM_BYTES_S = 36e9
-_DECODE_STEP_S = {32: (0.57e-6, 4e-9), 64: (0.46e-6, 3e-9), 128: (0.46e-6, 3e-9)}
-_DECODE_LATENCY_S = 1.2e-6
-_DECODE_LOAD_BYTES_S = 30e9
-# So many SMs are the quantizer's until it ends: CTAs that need them start late, without weights in
-# flight. Same data: 2.5 to 2.8 us.
-_DECODE_TAKEN_SMS = 16
-_DECODE_LATE_S = 2.5e-6
+_DECODE_CHIP_BYTES_S = 4.0e12
+_DECODE_SM_BYTES_S = 30e9
+_DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
+_DECODE_REFILL_S = 1.9e-6
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -997,15 +992,13 @@ def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
         budget.decode_steps(problem, config) * _decode_step_seconds(problem, config),
     )
     fixed = _DECODE_FIXED_S + (_DECODE_MEET_S if cluster > 1 else 0.0)
-    late = _DECODE_LATE_S if ctas > target.sm_count - _DECODE_TAKEN_SMS else 0.0
-    return late + where.waves * (fixed + stream)
+    return where.waves * (fixed + stream)
 
 
 def _decode_step_seconds(problem: Problem, config: Config) -> float:
-    """A stage: the four warpgroups' work on it, or its share of the latency of its copies."""
+    """A stage: the work of the warpgroups, or its share of the time that fills a slot again."""
     step, token = _DECODE_STEP_S[budget.decode_shape(config.tile_n)[0]]
-    copies = _DECODE_LATENCY_S + budget.decode_stage_bytes(problem, config) / _DECODE_LOAD_BYTES_S
-    return max(step + config.tile_m * token, copies / max(config.main_stages, 1))
+    return max(step + config.tile_m * token, _DECODE_REFILL_S / max(config.main_stages, 1))
 
 
 def _reasons(
