@@ -35,6 +35,8 @@ class Case:
       promote_k: of Mxfp4Promoted, instead of the plan's.
       fused: the quantizer from x, LoRA-down before it, instead of the repack of codes.
       exact: data whose sums are exact in fp32 in any order.
+      far: every ninth block of mxfp4 has a scale that is nothing beside its row's others, some
+        of them zero.
     """
 
     format: str = "mxfp4"
@@ -62,6 +64,7 @@ class Case:
     rule: str = "rceil"
     down_cluster: int | None = None
     exact: bool = False
+    far: bool = False
     seed: int = 0
 
     @property
@@ -163,7 +166,10 @@ def make_operands(case: Case) -> dict[str, np.ndarray]:
     def scales(rows: int) -> np.ndarray:
         shape = (rows, case.blocks)
         if case.format == "mxfp4":
-            return rng.integers(126, 129 if case.exact else 134, shape, np.uint8)
+            values = rng.integers(126, 129 if case.exact else 134, shape, np.uint8)
+            if case.far:
+                values[rng.random(shape) < 1 / 9] = rng.choice([0, 1, 60])
+            return values
         if case.format == "nvfp4":
             return rng.choice([0x38, 0x30, 0x40], shape).astype(np.uint8) if case.exact else (
                 rng.integers(0x20, 0x50, shape, np.uint8)

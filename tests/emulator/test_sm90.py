@@ -187,6 +187,12 @@ class Decode(parameterized.TestCase):
         case = dataclasses.replace(case, tile_n=64, cluster=cluster, stages=stages, seed=steps)
         run(case, POLICIES[steps % 4], steps)
 
+    @parameterized.product(tile_n=(32, 64, 128), k=(1024, 1056))
+    def test_blocks_that_flush(self, tile_n, k):
+        """The loop that asks every block, beside CTAs whose rows need none."""
+        case = Case("mxfp4", 8, 2 * tile_n, k, kernel="sm90_decode", tile_m=8, tile_n=tile_n)
+        run(dataclasses.replace(case, far=True, exact=True), "random", k)
+
     @parameterized.parameters(*POLICIES)
     def test_schedules_agree(self, policy):
         case = Case("mxfp4", 8, 40, 2080, 32, kernel="sm90_decode", tile_m=8, tile_n=40, cluster=2)
