@@ -559,6 +559,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
     p.lora_down = q.lora_down.untyped_data();
     p.lora_act = q.lora_act.untyped_data();
     p.rank = static_cast<int>(Dim(q.lora_down, 1));
+    p.down_cluster = static_cast<int>(plan.down_cluster);
     W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, device, stream));
     return Error::Success();
   }

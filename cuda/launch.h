@@ -44,6 +44,21 @@ inline void PreferShared(const void* kernel, int device) {
   }
 }
 
+// Allows launches of `kernel` on `device`, the current one, in clusters of more CTAs than the eight that
+// every chip has room for. Returns a cudaError_t.
+inline int AllowCluster(const void* kernel, int device, int cluster) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, bool> allowed;
+  if (cluster <= 8) return cudaSuccess;
+  std::lock_guard<std::mutex> lock(mutex);
+  bool& known = allowed[{kernel, device}];
+  if (known) return cudaSuccess;
+  const int code = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  known = code == cudaSuccess;
+  return code;
+}
+
 inline cudaLaunchAttribute ClusterAttribute(int cluster) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;

@@ -573,17 +573,17 @@ ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
       s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) || p.q_rows != 1 ||
       p.q_chunk_k != s.k_pad || p.q_threads != 32 * p.q_warps ||
       p.q_smem_bytes != 0 ||
-      p.down_cluster != (rank > 0 ? kDecodeDownCluster : 0) ||
+      !(rank > 0 ? IsDecodeDownCluster(p.down_cluster) : p.down_cluster == 0) ||
       p.down_stages != 0 || p.down_smem_bytes != 0) {
     return Precondition(
         "plan gives quantizer 5 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
         p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
         " warps and ", p.q_lane_chunks, " lane chunks for k ", s.k,
         ", LoRA-down cluster ", p.down_cluster, ", ", p.down_stages,
-        " stages and ", p.down_smem_bytes, " bytes; it needs one row, lane chunks "
-        "and warps 2 and 8, 4 and 8, 8 and 8 or 8 and 16 that hold k, all of k in "
+        " stages and ", p.down_smem_bytes, " bytes; it needs one row, 2, 4 "
+        "or 8 lane chunks of 8 warps or 1, 2, 4 or 8 of 16 that hold k, all of k in "
         "one chunk, no dynamic shared memory, cluster ",
-        rank > 0 ? kDecodeDownCluster : 0);
+        rank > 0 ? "8 or 16" : "0");
   }
   return ffi::Error::Success();
 }

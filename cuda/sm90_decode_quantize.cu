@@ -34,6 +34,11 @@ const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) 
   }
 }
 
+// CTAs that share a token, as a power of two: where few tokens are long.
+int LogShared(const DecodeQuantizeParams& p) {
+  return p.m > kDecodeDownTokens || p.chunks < 8 ? 0 : 2;
+}
+
 }  // namespace
 
 int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
@@ -50,19 +55,33 @@ int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
   down.x = static_cast<const __nv_bfloat16*>(p.x);
   down.lora_down = static_cast<const __nv_bfloat16*>(p.lora_down);
   down.lora_act = static_cast<__nv_bfloat16*>(p.lora_act);
+  down.m = static_cast<int>(p.m);
+  down.k = p.k;
   down.rank = p.rank;
-  down.rank_tiles = CeilDiv(p.rank, kDecodeDownRanks);
-  const int cluster = p.rank > 0 ? kDecodeDownCluster : 1;
-  down.ctas = p.rank > 0 ? cluster * down.rank_tiles * CeilDiv(p.m, kDecodeDownTokens) : 0;
+  down.log_shared = LogShared(p);
+  const int64_t ctas = p.m << down.log_shared;
 
-  cudaLaunchAttribute attribute = ClusterAttribute(cluster);
+  // x: the cluster; y: tiles of ranks; z: tiles of tokens, then the quantizer.
+  dim3 grid(1, 1, static_cast<unsigned>(ctas));
+  if (p.rank > 0) {
+    if (int code = AllowCluster(kernel, device, p.down_cluster);
+        code != cudaSuccess) {
+      return code;
+    }
+    grid.x = p.down_cluster;
+    grid.y = CeilDiv(p.rank, kDecodeDownRanks);
+    down.token_tiles = CeilDiv(p.m, kDecodeDownTokens);
+    grid.z = down.token_tiles + CeilDiv(ctas, grid.x * grid.y);
+    while (sm90::kFewSums >> down.log_share > p.down_cluster) ++down.log_share;
+  }
+  cudaLaunchAttribute attribute = ClusterAttribute(grid.x);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(down.ctas + CeilDiv(p.m, cluster) * cluster);
+  config.gridDim = grid;
   config.blockDim = dim3(32 * p.warps);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  void* args[] = {&a, &down};
+  void* args[] = {&down, &a};
   return cudaLaunchKernelExC(&config, kernel, args);
 }
 

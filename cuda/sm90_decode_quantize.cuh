@@ -1,12 +1,15 @@
-// Activations of the decode GEMM: x (M, K) into the GEMM's layout, a CTA per token, and beside it in the
-// same launch lora_act (M, R) = x lora_down (K, R) with fp32 sums. All is latency here: the launch is
-// small enough to leave room on every SM for the GEMM's CTA, which starts early and asks for its weights.
+// Activations of the decode GEMM: x (M, K) into the GEMM's layout, a CTA or more per token, and beside it
+// in the same launch lora_act (M, R) = x lora_down (K, R) with fp32 sums. All is latency here, of memory
+// and of instructions one after the other: every load goes out at once, and few instructions stand before
+// it. A CTA is small enough to lie beside the GEMM's on an SM, which starts early and asks for its weights.
 //
-// LoRA-down: a cluster of eight CTAs takes 16 tokens and 32 ranks and divides K. A warp takes 32 k at a
-// time from L2 into fragments of mma.sync; a lane's eight k of a token, and the same k of four ranks,
-// are what it reads at once, so k and ranks are permuted, on both sides and in the result. Sums go to
-// shared memory, are added in the order of the warps, pushed to one CTA of the cluster per token pair,
-// and added there in the order of the CTAs: the same bits in every run.
+// LoRA-down: the CTAs of a cluster take 16 tokens and 32 ranks and divide K. A warp takes units of 32 k
+// from L2 into fragments of mma.sync; a lane's eight k of a token, and the same k of four ranks, are what
+// it reads at once, so k and ranks are permuted, on both sides and in the result. A CTA adds the sums of
+// its warps in their order and hands each CTA of the cluster its share, which that one adds in the order
+// of the CTAs: the same bits in every run.
+//
+// A long token is shared by CTAs that all look through the whole of it and write a part.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,25 +23,29 @@
 
 namespace jax_w4a4::sm90 {
 
-constexpr int kFewWarps = 8;   // of a CTA that share LoRA-down
 constexpr int kFewUnit = 32;   // k of a warp at a time
 constexpr int kFewPitch = kDecodeDownRanks + 4;  // floats
 constexpr int kFewSums = kDecodeDownTokens * kDecodeDownRanks;
-constexpr int kFewShare = kFewSums / kDecodeDownCluster;
-constexpr uint32_t kFewBarrier = 2;
+// Units of a warp that are on their way at once: as many as registers hold.
+template <int kWarps>
+constexpr int kFewUnits = kWarps > 8 ? 1 : 2;
 
+// What the first instructions need lies together: constants come in lines.
 struct FewDownArgs {
   const __nv_bfloat16* x;          // (M, K)
   const __nv_bfloat16* lora_down;  // (K, R)
   __nv_bfloat16* lora_act;         // (M, R)
-  int rank;
-  int rank_tiles;
-  int ctas;  // that do LoRA-down, whole clusters; the others quantize
+  int m, k, rank;
+  int token_tiles;  // of gridDim.z that do LoRA-down; the CTAs past them quantize
+  int log_share;    // of the sums that a CTA finishes
+  int log_shared;   // of the CTAs that share a token
 };
 
+template <int kWarps>
 struct FewDownSmem {
-  float sums[kFewWarps][kDecodeDownTokens * kFewPitch];
-  float shares[kDecodeDownCluster][kFewShare];
+  float sums[kWarps][kDecodeDownTokens * kFewPitch];
+  float shares[kFewSums];  // this CTA's share from each CTA of the cluster
+  uint64_t arrived;        // mbarrier
 };
 
 // ---- LoRA-down ----
@@ -48,29 +55,45 @@ struct DownFragments {
   uint2 b[8];    // those k of lora_down, four ranks
 };
 
-__device__ __forceinline__ uint2 load_nc_v2(const void* p) {
-  return __ldg(reinterpret_cast<const uint2*>(p));
-}
+// Where a lane reads: tokens g and g + 8 of x from k on, and four ranks of the rows from k on. Tokens past
+// M and ranks past R are the last ones again, whose sums nobody stores.
+struct DownPlace {
+  const uint8_t* x;
+  const uint8_t* down;
+  uint32_t second;  // bytes from token g to token g + 8, 0 where the tile has eight
+  uint32_t pitch;   // bytes from one k of lora_down to the next
+  int k;
 
-__device__ __forceinline__ void load_down(const QuantizeV2Args& args, const FewDownArgs& down, int k,
-                                          int token, int rank, DownFragments& f) {
-  const bool inside = k < args.k;  // eight at a time: K is a multiple of 8
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    f.a[h] = make_uint4(0, 0, 0, 0);
-    if (inside && token + 8 * h < args.m) {
-      f.a[h] = __ldg(reinterpret_cast<const uint4*>(
-          down.x + static_cast<int64_t>(token + 8 * h) * args.k + k));
-    }
+  __device__ __forceinline__ DownPlace(const FewDownArgs& args, int first_token, int first_rank,
+                                       int unit, int lane) {
+    const int g = lane / 4;
+    k = kFewUnit * unit + lane % 4 * 8;
+    pitch = 2 * args.rank;
+    const uint32_t row = 2 * args.k;
+    const int token = min(first_token + g, args.m - 1);
+    x = reinterpret_cast<const uint8_t*>(args.x) + (token * row + 2 * k);
+    second = first_token + 8 < args.m ? (min(first_token + g + 8, args.m - 1) - token) * row : 0;
+    down = reinterpret_cast<const uint8_t*>(args.lora_down) +
+           (k * pitch + 2 * min(first_rank + 4 * g, args.rank - 4));
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    f.b[i] = make_uint2(0, 0);
-    if (inside && rank < down.rank) {
-      f.b[i] = load_nc_v2(down.lora_down + static_cast<int64_t>(k + i) * down.rank + rank);
-    }
+  __device__ __forceinline__ void advance(int units) {
+    k += kFewUnit * units;
+    x += 2 * kFewUnit * units;
+    down += kFewUnit * units * pitch;
   }
-}
+  __device__ __forceinline__ void load(DownFragments& f) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) f.b[i] = load_nc_v2(down + i * pitch);
+    f.a[0] = load_nc_v4(x);
+    f.a[1] = make_uint4(0, 0, 0, 0);
+    if (second != 0) f.a[1] = load_nc_v4(x + second);
+  }
+  // The last unit, in which K may end: eight at a time, as K is a multiple of 8.
+  __device__ __forceinline__ void load(const FewDownArgs& args, DownFragments& f) const {
+    f = {};
+    if (k < args.k) load(f);
+  }
+};
 
 // Rank j of four: two k of it side by side.
 template <int kRank>
@@ -94,100 +117,147 @@ __device__ __forceinline__ void multiply_down(const DownFragments& f, float (&ac
   multiply_rank<3>(f, acc[3]);
 }
 
-// The cluster's 16 tokens and 32 ranks. Threads past the first eight warps meet the cluster's barriers
-// only.
-__device__ __forceinline__ void down_few(const QuantizeV2Args& args, const FewDownArgs& down,
-                                         FewDownSmem& smem) {
-  // Peers write into this CTA's memory once it runs. Relaxed: nothing of it is published here.
-  cluster_arrive_relaxed();
-  const int rank_in_cluster = static_cast<int>(cluster_rank());
-  const int tile = blockIdx.x / kDecodeDownCluster;
-  const int first_token = tile / down.rank_tiles * kDecodeDownTokens;
-  const int first_rank = tile % down.rank_tiles * kDecodeDownRanks;
+// The cluster's 16 tokens and 32 ranks.
+template <int kWarps>
+__device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kWarps>& smem) {
+  constexpr int kUnits = kFewUnits<kWarps>;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int g = lane / 4;
-  const int q = lane % 4;
-  if (warp < kFewWarps) {
-    float acc[4][4] = {};
-    constexpr int kStride = kFewUnit * kFewWarps * kDecodeDownCluster;
-    const int token = first_token + g;
-    const int rank = first_rank + 4 * g;
-    const int begin = kFewUnit * (rank_in_cluster * kFewWarps + warp);
-    // Registers hold one unit; the others come to L2 meanwhile. A lane asks for a row of lora_down.
-    for (int k = begin + kStride + lane; k < args.k; k += kStride) {
-      prefetch_l2(down.lora_down + static_cast<int64_t>(k) * down.rank + first_rank);
+  const int part = blockIdx.x;  // of K, and rank in the cluster
+  const int first_token = kDecodeDownTokens * blockIdx.z;
+  const int first_rank = kDecodeDownRanks * blockIdx.y;
+  // Units of all warps of the cluster, in turn. What is not on its way at once comes to L2 meanwhile, a
+  // lane asks for a row.
+  const int stride = kWarps * gridDim.x;
+  const int unit = part * kWarps + warp;
+  const int whole = args.k / kFewUnit;
+  DownPlace at(args, first_token, first_rank, unit, lane);
+  DownFragments f[kUnits];
+  const auto load = [&](int unit, DownFragments& f) {
+    if (unit < whole) {
+      at.load(f);
+    } else {
+      at.load(args, f);
     }
+    at.advance(stride);
+  };
+  const uint32_t arrived = smem_address(&smem.arrived);
+  float acc[4][4] = {};
+  int next = unit;
 #pragma unroll 1
-    for (int k = begin; k < args.k; k += kStride) {
-      DownFragments f;
-      load_down(args, down, k + 8 * q, token, rank, f);
-      multiply_down(f, acc);
-    }
-    // Column c of the MMAs holds ranks 4 c + 0..3, one from each.
+  do {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float* at = &smem.sums[warp][(g + i / 2 * 8) * kFewPitch + 4 * (2 * q + i % 2)];
-      *reinterpret_cast<float4*>(at) = make_float4(acc[0][i], acc[1][i], acc[2][i], acc[3][i]);
+    for (DownFragments& fragments : f) {
+      load(next, fragments);
+      next += stride;
     }
-    named_barrier_sync(kFewBarrier, 32 * kFewWarps);
+    if (next == unit + kUnits * stride) {
+      for (int row = kFewUnit * next + lane; row < args.k; row += kFewUnit * stride) {
+        prefetch_l2(args.lora_down + static_cast<int64_t>(row) * args.rank + first_rank);
+      }
+      if (threadIdx.x == 0) {
+        mbarrier_init(arrived, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(arrived, kFewSums * sizeof(float));
+      }
+      __syncwarp();
+      // Peers write into this CTA's memory and count on its barrier once both are there.
+      cluster_arrive_relaxed();
+    }
+#pragma unroll
+    for (const DownFragments& fragments : f) multiply_down(fragments, acc);
+  } while (kFewUnit * next < args.k);
+  // Column c of the MMAs holds ranks 4 c + 0..3, one from each.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = lane / 4 + i / 2 * 8;
+    const int rank = 4 * (2 * (lane % 4) + i % 2);
+    *reinterpret_cast<float4*>(&smem.sums[warp][token * kFewPitch + rank]) =
+        make_float4(acc[0][i], acc[1][i], acc[2][i], acc[3][i]);
   }
+  __syncthreads();
   cluster_wait();
-  if (warp < kFewWarps) {
-    // Two neighbouring sums per thread; a warp's are those of one CTA.
-    const int at = 2 * threadIdx.x;
-    float2 sum = make_float2(0.0f, 0.0f);
+  // A thread adds two sums beside each other.
+  const int first = 2 * threadIdx.x;
+  if (first >= kFewSums) return;
+  const float* from = &smem.sums[0][first / kDecodeDownRanks * kFewPitch + first % kDecodeDownRanks];
+  float2 two = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < kFewWarps; ++w) {
-      const float2 v = *reinterpret_cast<const float2*>(
-          &smem.sums[w][at / kDecodeDownRanks * kFewPitch + at % kDecodeDownRanks]);
-      sum.x += v.x;
-      sum.y += v.y;
-    }
-    static_assert(kFewShare == 64 && kFewWarps == kDecodeDownCluster);
-    store_cluster_f2(smem_address(&smem.shares[rank_in_cluster][2 * lane]), warp, sum);
+  for (int w = 0; w < kWarps; ++w) {
+    const float2 v = *reinterpret_cast<const float2*>(from + w * kDecodeDownTokens * kFewPitch);
+    two.x += v.x;
+    two.y += v.y;
   }
-  cluster_sync();
-  if (warp == 0) {
-    float2 sum = make_float2(0.0f, 0.0f);
+  const int share = 1 << args.log_share;
+  store_cluster_async_f2(
+      smem_address(&smem.shares[(part << args.log_share) + (first & (share - 1))]), arrived,
+      first >> args.log_share, two);
+  if (static_cast<int>(threadIdx.x) >= share) return;
+  const int own = (part << args.log_share) + threadIdx.x;
+  const int token = first_token + own / kDecodeDownRanks;
+  const int rank = first_rank + own % kDecodeDownRanks;
+  mbarrier_wait(arrived, 0);
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < kFewSums; i += 8 * share) {  // of a cluster of 8 or 16
 #pragma unroll
-    for (int peer = 0; peer < kDecodeDownCluster; ++peer) {
-      const float2 v = *reinterpret_cast<const float2*>(&smem.shares[peer][2 * lane]);
-      sum.x += v.x;
-      sum.y += v.y;
-    }
-    const int at = rank_in_cluster * kFewShare + 2 * lane;
-    const int token = first_token + at / kDecodeDownRanks;
-    const int rank = first_rank + at % kDecodeDownRanks;
-    if (token < args.m && rank < down.rank) {
-      *reinterpret_cast<__nv_bfloat162*>(
-          down.lora_act + static_cast<int64_t>(token) * down.rank + rank) =
-          __floats2bfloat162_rn(sum.x, sum.y);
-    }
+    for (int peer = 0; peer < 8; ++peer) sum += smem.shares[i + peer * share];
   }
+  if (token < args.m && rank < args.rank) {
+    args.lora_act[token * args.rank + rank] = __float2bfloat16_rn(sum);
+  }
+}
+
+// ---- quantize ----
+
+// In one of the CTAs that share a token. Pieces past the token's end are zeros: to pass over them would
+// cost a branch for each, between which nothing overlaps.
+struct SharedPlace : Place {
+  int share, shares;  // a power of two
+
+  __device__ __forceinline__ bool writes(int i) const { return (i & (shares - 1)) == share; }
+  __device__ __forceinline__ bool writes_scale() const {
+    return share == 0 && Place::writes_scale();
+  }
+};
+template <int kWarps>
+__device__ __forceinline__ bool past_end(const TokenArgs&, const SharedPlace&, int) {
+  return false;
 }
 
 // ---- kernel ----
 
-// CTAs of 256 threads that an SM's registers must have room for: one lies beside the GEMM's CTA.
+// Threads that an SM's registers must have room for, where a token needs no more than that leaves. Eight
+// warps lie beside the GEMM's CTA for few tokens, 96 registers for each of 256 threads beside 64 for each
+// of 640; of sixteen there are two CTAs.
 template <Source kSource, int kChunks, int kWarps>
-constexpr int kFewBlocks = kWarps > 8 ? 1 : kSource == Source::kPlain && kChunks <= 4 ? 4 : 2;
+constexpr int kFewRegisterThreads =
+    kSource == Source::kAny || (kSource == Source::kBf16 ? kChunks * kWarps >= 64 || kWarps > 8
+                                                         : kChunks * kWarps > 64)
+        ? 32 * kWarps
+    : kWarps > 8 ? 1024
+                 : 640;
 
 template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, (kFewBlocks<kSource, kChunks, kWarps>))
-    decode_quantize_kernel(const __grid_constant__ QuantizeV2Args args,
-                           const __grid_constant__ FewDownArgs down) {
-  __shared__ FewDownSmem smem;
+__global__ void __launch_bounds__((kFewRegisterThreads<kSource, kChunks, kWarps>), 1)
+    decode_quantize_kernel(const __grid_constant__ FewDownArgs down,
+                           const __grid_constant__ QuantizeV2Args args) {
+  __shared__ FewDownSmem<kWarps> smem;
   __shared__ uint32_t slots[kWarps];
+  // At once: the GEMM's CTAs take longer to ask for their weights than these for what they read.
   grid_dependency_launch();
-  if (static_cast<int>(blockIdx.x) < down.ctas) {
-    down_few(args, down, smem);
+  const int z = static_cast<int>(blockIdx.z) - down.token_tiles;
+  if (z < 0) {
+    down_few(down, smem);
     return;
   }
-  const int token = blockIdx.x - down.ctas;
-  if (token >= args.m) return;
-  const Place at = {static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), slots,
-                    1};
+  const int index = (z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int token = index >> down.log_shared;
+  if (token >= down.m) return;
+  const int shares = 1 << down.log_shared;
+  const SharedPlace at = {
+      {static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), slots, 1},
+      index & (shares - 1),
+      shares};
   quantize_token<kPath, kSource, kChunks, kWarps>(args, args, token, at);
 }
 

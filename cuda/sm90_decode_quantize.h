@@ -13,14 +13,18 @@ typedef struct CUstream_st* cudaStream_t;
 namespace jax_w4a4 {
 
 // Fixed by the kernel; a plan must ask for exactly these.
-constexpr int kDecodeDownCluster = 8;
 constexpr int kDecodeDownTokens = 16;
 constexpr int kDecodeDownRanks = 32;
+// CTAs of a cluster, which divide K for LoRA-down.
+constexpr bool IsDecodeDownCluster(int64_t cluster) {
+  return cluster == 8 || cluster == 16;
+}
 
 // A token is held by `warps` warps, `chunks` pieces of eight values in each lane.
 constexpr bool HasDecodeQuantizer(int64_t chunks, int64_t warps) {
-  return (chunks == 2 && warps == 8) || (chunks == 4 && warps == 8) ||
-         (chunks == 8 && warps == 8) || (chunks == 8 && warps == 16);
+  return (warps == 8 && (chunks == 2 || chunks == 4 || chunks == 8)) ||
+         (warps == 16 &&
+          (chunks == 1 || chunks == 2 || chunks == 4 || chunks == 8));
 }
 
 struct DecodeQuantizeParams : TokenParams {
@@ -30,6 +34,7 @@ struct DecodeQuantizeParams : TokenParams {
   const void* lora_down;  // (k, rank) bf16; x is bf16 then
   void* lora_act;         // (m, rank) bf16
   int rank;               // a multiple of 16, 0 for none
+  int down_cluster;       // with a rank
 };
 
 // Launches on `stream` and returns a cudaError_t. m >= 1.

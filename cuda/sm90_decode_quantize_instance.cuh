@@ -17,6 +17,9 @@ const void* decode_quantize_kernel_of(int chunks, int warps) {
   W4A4_CASE(2, 8)
   W4A4_CASE(4, 8)
   W4A4_CASE(8, 8)
+  W4A4_CASE(1, 16)
+  W4A4_CASE(2, 16)
+  W4A4_CASE(4, 16)
   W4A4_CASE(8, 16)
 #undef W4A4_CASE
   return nullptr;

@@ -217,6 +217,21 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }
 
+// Read-only global memory; volatile, so that they go out in the order that they are written in.
+__device__ __forceinline__ uint2 load_nc_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_nc_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
 // ---- shared memory ----
 
 __device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
@@ -322,6 +337,21 @@ __device__ __forceinline__ void store_cluster_f2(uint32_t address, uint32_t rank
       "st.shared::cluster.v2.f32 [remote], {%2, %3};\n"
       "}\n" ::"r"(address),
       "r"(rank), "f"(v.x), "f"(v.y)
+      : "memory");
+}
+
+// The same, and counts the bytes on the barrier at offset `barrier` of that CTA: who waits there sees
+// the values, without a fence on either side.
+__device__ __forceinline__ void store_cluster_async_f2(uint32_t address, uint32_t barrier,
+                                                       uint32_t rank, float2 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, signal;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 signal, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [signal];\n"
+      "}\n" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y)
       : "memory");
 }
 

@@ -308,6 +308,10 @@ struct Place {
   int part, lane;    // warp of the token, lane
   uint32_t* slots;   // for token_max
   int barrier;
+
+  // Whether this CTA writes piece i, and the token's scale.
+  __device__ __forceinline__ bool writes(int) const { return true; }
+  __device__ __forceinline__ bool writes_scale() const { return part == 0 && lane == 0; }
 };
 
 template <int kWarps>

@@ -69,11 +69,13 @@ __device__ __forceinline__ void store_16bit(uint8_t* group, uint32_t (&w)[4], in
 
 // ---- one token ----
 
+// At: Place, or what takes its place where several CTAs share a token.
+
 // e5m2, blocks of four lanes. The fold cancels a block's own scale: every value of the token is
 // multiplied by one power of two and rounded on the grid of its block, 2^(offset - kFoldBias).
-template <int kChunks, int kWarps, class X>
+template <int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const X& x, int token,
-                                               uint8_t* out, const Place& at) {
+                                               uint8_t* out, const At& at) {
   uint32_t bytes[(kChunks + 3) / 4] = {};
   uint32_t largest = 0;
 #pragma unroll
@@ -85,7 +87,7 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
   const int base = static_cast<int>(largest) - kFoldSpan;
-  if (at.part == 0 && at.lane == 0) {
+  if (at.writes_scale()) {
     args.token_scale[token] = largest == kNanScale ? __int_as_float(kFloatNan)
                                                    : power_of_two(fold_exponent(largest));
   }
@@ -98,6 +100,7 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if (past_end<kWarps>(args, at, i)) break;
+    if (!at.writes(i)) continue;
     float v[8];
     x.get(i, v);
     if (exponent > 127) {
@@ -123,12 +126,13 @@ __device__ __forceinline__ void quantize_mxfp4(const QuantizeV2Args& args, const
 }
 
 // bf16, exact.
-template <int kChunks, int kWarps, class X>
+template <int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_nvfp4(const QuantizeV2Args& args, const X& x, uint8_t* out,
-                                               const Place& at) {
+                                               const At& at) {
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if (past_end<kWarps>(args, at, i)) break;
+    if (!at.writes(i)) continue;
     uint32_t byte;
     const float scale = block_scale_nvfp4(x.largest(i), byte);
     float v[8];
@@ -145,9 +149,9 @@ __device__ __forceinline__ void quantize_nvfp4(const QuantizeV2Args& args, const
 }
 
 // e4m3 of the exact values over a power of two that the token's largest scale decides.
-template <int kChunks, int kWarps, class X>
+template <int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& args, const X& x,
-                                                       int token, uint8_t* out, const Place& at) {
+                                                       int token, uint8_t* out, const At& at) {
   float scales[kChunks] = {};
   uint32_t largest = 0;
 #pragma unroll
@@ -159,7 +163,7 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
   const int exponent = rounded_exponent(largest);
-  if (at.part == 0 && at.lane == 0) {
+  if (at.writes_scale()) {
     args.token_scale[token] =
         largest == 0x7F ? __int_as_float(kFloatNan) : power_of_two(exponent);
   }
@@ -167,6 +171,7 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if (past_end<kWarps>(args, at, i)) break;
+    if (!at.writes(i)) continue;
     float v[8];
     x.get(i, v);
     round_nvfp4(v, scales[i]);
@@ -178,9 +183,9 @@ __device__ __forceinline__ void quantize_nvfp4_rounded(const QuantizeV2Args& arg
 }
 
 // Integers as bytes, one scale per token.
-template <int kChunks, int kWarps, class X>
+template <int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, const X& x, int token,
-                                              uint8_t* out, const Place& at) {
+                                              uint8_t* out, const At& at) {
   uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -189,11 +194,12 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
   const BlockScale scale = ChooseInt4Scale(largest, args.is_unsigned, args.scale_dtype);
-  if (at.part == 0 && at.lane == 0) args.token_scale[token] = Flush(scale.factor);
+  if (at.writes_scale()) args.token_scale[token] = Flush(scale.factor);
   const Int4Codes codes(scale, args.is_unsigned);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     if (past_end<kWarps>(args, at, i)) break;
+    if (!at.writes(i)) continue;
     float v[8];
     x.get(i, v);
     codes(v);
@@ -203,9 +209,9 @@ __device__ __forceinline__ void quantize_int4_row(const QuantizeV2Args& args, co
 }
 
 // Integers as e4m3, which holds -8..16, and a scale for each kLanes lanes of a token.
-template <int kLanes, int kChunks, int kWarps, class X>
+template <int kLanes, int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args, const X& x,
-                                                     int token, uint8_t* out, const Place& at) {
+                                                     int token, uint8_t* out, const At& at) {
   const int groups = (args.k + 8 * kLanes - 1) / (8 * kLanes);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -234,9 +240,9 @@ __device__ __forceinline__ void quantize_int4_groups(const QuantizeV2Args& args,
 }
 
 // fp16 of code times scale, over a power of two that the token's largest scale decides.
-template <int kChunks, int kWarps, class X>
+template <int kChunks, int kWarps, class X, class At>
 __device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args, const X& x,
-                                                     int token, uint8_t* out, const Place& at) {
+                                                     int token, uint8_t* out, const At& at) {
   float scales[kChunks] = {};
   uint32_t largest = 0;  // bits of a non-negative float or NaN: ordered as integers
 #pragma unroll
@@ -253,7 +259,7 @@ __device__ __forceinline__ void quantize_int4_scaled(const QuantizeV2Args& args,
   }
   largest = token_max<kWarps>(largest, at.slots, at.part, at.lane, at.barrier);
   const int exponent = scaled_exponent(largest);
-  if (at.part == 0 && at.lane == 0) {
+  if (at.writes_scale()) {
     args.token_scale[token] =
         largest >= kFloatInf ? __int_as_float(kFloatNan) : power_of_two(exponent);
   }
@@ -329,9 +335,9 @@ __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, 
 
 // kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout. `source`: args, or what they are for
 // the token's group.
-template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
+template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps, class At>
 __device__ __forceinline__ void quantize_token(const QuantizeV2Args& args, const TokenArgs& source,
-                                               int token, const Place& at) {
+                                               int token, const At& at) {
   Chunks<kSource, kChunks> x;
   load_token<kSource, kChunks, kWarps>(source, token, chunk_of<kWarps>(at, 0), x);
   uint8_t* out = args.act + static_cast<int64_t>(token) * args.groups * 128;

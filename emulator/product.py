@@ -334,6 +334,7 @@ def run(
             pointer(made["token_scale"].base), DTYPES.index(case.scales),
             pointer(address("lora_down")),
             pointer(made["lora_act"].base if case.rank else None), case.rank,
+            case.down_cluster or attrs["down_cluster"],
         )  # fmt: skip
     elif case.fused:
         if case.rank:

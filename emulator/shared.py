@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from emulator import barriers
 from emulator.alu import DTYPES
 from emulator.compile import Node, address_getter, getter, node, predicated, setter
 from emulator.errors import EmulationError, OutOfBoundsError, ProtocolError, UnknownOpcodeError
 from emulator.memory import RANK_SHIFT, SHARED_WINDOW
 from emulator.ptx import Instr, Pair, Vec
+from emulator.tma import AsyncOp
 from emulator.warp import FULL, LANES, Group, Warp
 
 
@@ -64,6 +66,8 @@ _STEPS = {count: np.arange(count) for count in (1, 2, 4)}
 
 @node("ld", "st")
 def _access(ins: Instr) -> Node:
+    if ins.has("async"):
+        return _store_async(ins)
     space = _space(ins)
     for part in ins.parts[1:-1]:
         if part not in ("shared", "shared::cta", "shared::cluster", "v2", "v4", "relaxed", "weak",
@@ -128,6 +132,76 @@ def _access(ins: Instr) -> Node:
                     view[index + i if i else index] = value if part is FULL else value[part]
 
     return access
+
+
+class _RemoteStore(AsyncOp):
+    """What lanes of one warp store asynchronously to one CTA, in two parts and any order."""
+
+    def __init__(self, w: Warp, cta: Any, offset: np.ndarray, values: list, barrier: Any):
+        self.name = f"st.async of {w.name}"
+        self.w, self.cta, self.barrier = w, cta, barrier
+        self.clocks = w.clocks.copy()
+        w.cluster.copy_clocks[barrier.slot] += 1
+        self.clock = w.cluster.copy_clocks[barrier.slot]
+        lanes = list(range(len(offset)))
+        w.rng.shuffle(lanes)
+        half = w.rng.randrange(len(lanes))
+        self.offset, self.values = offset, values
+        self.parts = [part for part in (lanes[:half], lanes[half:]) if part]
+
+    def touches(self, cta: Any) -> bool:
+        return cta is self.cta
+
+    def step(self) -> None:
+        lanes = self.parts.pop()
+        self.cta.check_alive(self.name)
+        memory, cluster = self.cta.memory, self.w.cluster
+        size = 4 * len(self.values)
+        at = self.offset[lanes]
+        slot = self.barrier.slot
+        cluster.detector.write(
+            memory, word_index(at, size), self.clocks, slot, self.clock, "generic", self.name
+        )
+        view = memory.data[: memory.data.size // 4 * 4].view(np.uint32)
+        for i, value in enumerate(self.values):
+            view[at // 4 + i] = value[lanes]
+        self.barrier.copied(size * len(lanes), slot, self.clock)
+        self.done = not self.parts
+
+
+def _store_async(ins: Instr) -> Node:
+    known = ("async", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", "weak")
+    kind = ins.parts[-1]
+    if ins.parts[0] != "st" or kind not in ("b32", "u32", "s32", "f32"):
+        raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")
+    for part in ins.parts[1:-1]:
+        if part not in known:
+            raise UnknownOpcodeError(f"line {ins.line}: {ins.op} is not modelled")
+    memory_op, value_op, barrier_op = ins.ops
+    items = value_op.items if isinstance(value_op, Vec) else (value_op,)
+    address_of, barrier_of = address_getter(memory_op), address_getter(barrier_op)
+    readers = [getter(item, kind) for item in items]
+    lanes_of = predicated(ins)
+
+    def store(w: Warp, g: Group) -> None:
+        w.executed += 1
+        g.pc += 1
+        mask = g.mask if lanes_of is None else lanes_of(w, g)
+        lanes = FULL if mask is None else mask
+        if mask is not None and not mask.any():
+            return
+        signals = barrier_of(w)
+        values = [read(w).view(np.uint32) for read in readers]
+        for cta, part, offset in targets(w, address_of(w), lanes, 4 * len(items), True, ins.op):
+            for signal in np.unique(signals[part]):
+                mine = signals[part] == signal
+                barrier = barriers.find(w, int(signal), True)
+                if barrier.cta is not cta:
+                    raise ProtocolError(f"st.async to {cta.name} signals {barrier}")
+                op = _RemoteStore(w, cta, offset[mine], [v[part][mine] for v in values], barrier)
+                w.cluster.launch_async(op)
+
+    return store
 
 
 def _widening(item: Any, dtype: np.dtype):

@@ -932,12 +932,14 @@ class DecodePlanChecks(PlanCase):
 
     def test_every_decode_quantizer_is_accepted(self):
         seen = set()
-        for k_pad, rank in itertools.product((32, 4096, 4128, 8224, 14336, 28672), (0, 16, 256)):
-            attrs = self.decode_attrs(rank=rank, k_pad=k_pad)
+        k = (32, 4096, 4128, 8224, 14336, 28672)
+        for k_pad, rank, m in itertools.product(k, (0, 16, 256), (9, 40)):
+            attrs = self.decode_attrs(rank=rank, k_pad=k_pad, m=m)
             self.assertEqual(attrs[0]["q_kernel"], 5)
             self.compile(*attrs, rank)()
             seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
-        self.assertEqual(seen, set(plan.budget.DECODE_QUANTIZER_SHAPES))
+        shapes = plan.budget.DECODE_QUANTIZER_SHAPES + plan.budget.DECODE_QUANTIZER_LARGE
+        self.assertEqual(seen, set(shapes))
 
     @parameterized.parameters(
         ("cc", 100, "FAILED_PRECONDITION.*kernel 4 runs on sm_90 only"),

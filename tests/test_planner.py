@@ -346,12 +346,26 @@ class Sm90DecodeTest(parameterized.TestCase):
         solved = plan.solve(p, "sm_90", **dict(forced))
         self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", kernel))
 
-    @parameterized.parameters((4096, 2, 8), (4104, 4, 8), (8200, 8, 8), (28672, 8, 16))
-    def test_registers_of_the_quantizer_hold_a_token(self, k, chunks, warps):
-        p = dataclasses.replace(problem(m=1, k=-(-k // 32) * 32, format="mxfp4"), k=k)
+    @parameterized.parameters(
+        (1, 4096, 2, 8), (1, 4104, 4, 8), (16, 8200, 8, 8), (1, 28672, 8, 16),
+        (17, 4096, 1, 16), (64, 4104, 2, 16), (64, 8200, 4, 16), (64, 28672, 8, 16),
+    )  # fmt: skip
+    def test_registers_of_the_quantizer_hold_a_token(self, m, k, chunks, warps):
+        p = dataclasses.replace(problem(m=m, k=-(-k // 32) * 32, format="mxfp4"), k=k)
         q = plan.solve(p, "sm_90").quantizer
         self.assertEqual((q.lane_chunks, q.warps, q.rows), (chunks, warps, 1))
         self.assertGreaterEqual(q.lane_chunks * q.warps * 32 * 8, k)
+
+    @parameterized.parameters(
+        (1, 4096, 32, 8), (1, 4104, 32, 16), (64, 16384, 32, 16), (64, 8192, 64, 8),
+        (16, 8192, 224, 16), (16, 8192, 256, 8), (1, 8192, 0, 0),
+    )  # fmt: skip
+    def test_down_divides_long_k_among_more_ctas_while_all_run(self, m, k, rank, cluster):
+        p = dataclasses.replace(problem(m=m, k=-(-k // 32) * 32, format="mxfp4", rank=rank), k=k)
+        solved = plan.solve(p, "sm_90")
+        down = solved.quantizer.down
+        self.assertEqual(solved.ffi_attrs()["down_cluster"], cluster)
+        self.assertEqual(down.cluster if down else 0, cluster)
 
     def test_quantizer_five_is_its_own(self):
         with self.assertRaisesRegex(ValueError, "quantizer 5 belongs to sm90_decode"):

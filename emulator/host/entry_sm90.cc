@@ -121,7 +121,8 @@ int emulator_quantize_v2(int path, const Tokens* t, void* act,
 
 int emulator_decode_quantize(int path, const Tokens* t, void* act,
                              float* token_scale, int scale_dtype,
-                             const void* lora_down, void* lora_act, int rank) {
+                             const void* lora_down, void* lora_act, int rank,
+                             int down_cluster) {
   DecodeQuantizeParams p = {};
   SetTokens(&p, *t);
   p.beside = false;
@@ -131,6 +132,7 @@ int emulator_decode_quantize(int path, const Tokens* t, void* act,
   p.lora_down = lora_down;
   p.lora_act = lora_act;
   p.rank = rank;
+  p.down_cluster = down_cluster;
   return LaunchDecodeQuantize(static_cast<GemmV2Path>(path), p, 0, nullptr);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -33,6 +34,12 @@ struct Configuration {
   size_t smem;
 };
 Configuration g_configuration;
+
+// Kernels that may be launched in clusters of more than eight CTAs.
+std::set<const void*>& LargeClusters() {
+  static auto* kernels = new std::set<const void*>;
+  return *kernels;
+}
 
 std::map<const void*, std::string>& Kernels() {
   static auto* kernels = new std::map<const void*, std::string>;
@@ -66,7 +73,10 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, size_t smem,
   const auto limit = SmemLimits().find({function, g_clusters});
   const int allowed = limit == SmemLimits().end() ? 48 * 1024 : limit->second;
   if (static_cast<int>(smem) > allowed) return cudaErrorInvalidValue;
-  if (grid.x % cluster != 0) return cudaErrorInvalidClusterSize;
+  const int largest = LargeClusters().count(function) != 0 ? 16 : 8;
+  if (grid.x % cluster != 0 || cluster > largest) {
+    return cudaErrorInvalidClusterSize;
+  }
   const LaunchInfo info = {kernel->second.c_str(),
                            {int(grid.x), int(grid.y), int(grid.z)},
                            {int(block.x), int(block.y), int(block.z)},
@@ -160,6 +170,10 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which,
   if (Kernels().count(function) == 0) return cudaErrorInvalidDeviceFunction;
   if (which == cudaFuncAttributePreferredSharedMemoryCarveout) {
     return value < -1 || value > 100 ? cudaErrorInvalidValue : cudaSuccess;
+  }
+  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    if (value) LargeClusters().insert(function);
+    return cudaSuccess;
   }
   if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) {
     return cudaErrorNotSupported;

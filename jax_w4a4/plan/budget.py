@@ -848,21 +848,29 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
-# The same of quantizer 5.
+# The same of quantizer 5: CTAs that lie beside the gemm's, and for more than 16 rows, where the
+# gemm's leaves no room for them, larger ones.
 DECODE_QUANTIZER_SHAPES = ((2, 8), (4, 8), (8, 8), (8, 16))
+DECODE_QUANTIZER_LARGE = ((1, 16), (2, 16), (4, 16), (8, 16))
 
 
-def decode_quantizer(problem: Problem) -> QuantizerPlan | None:
+def decode_quantizer(problem: Problem, sm_count: int) -> QuantizerPlan | None:
     """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
 
-    A CTA takes a token. With a low-rank branch, clusters of eight CTAs of the same launch take 16
-    tokens and 32 ranks and divide K. No dynamic shared memory.
+    A CTA takes a token, or four share one. With a low-rank branch, clusters of CTAs of the same
+    launch take 16 tokens and 32 ranks and divide K: 16 CTAs where eight would not have all of it
+    on its way at once, if the whole launch then runs at once. No dynamic shared memory.
     """
     k = problem.k or problem.k_pad
-    for chunks, warps in DECODE_QUANTIZER_SHAPES:
+    m = problem.m or 1
+    for chunks, warps in DECODE_QUANTIZER_SHAPES if m <= 16 else DECODE_QUANTIZER_LARGE:
         if k <= 8 * 32 * chunks * warps:
             threads = 32 * warps
-            down = DownPlan(16, 8, 0, threads, 0, 0) if problem.rank else None
+            down = None
+            if problem.rank:
+                tiles = -(-m // 16) * -(-problem.rank // 32)
+                wide = k > 4096 and 16 * tiles + m <= sm_count
+                down = DownPlan(16, 16 if wide else 8, 0, threads, 0, 0)
             return QuantizerPlan(
                 1, problem.k_pad, threads, 0, kernel=5, warps=warps, lane_chunks=chunks, down=down
             )
@@ -1282,7 +1290,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 decode=True,
                 # Two CTAs of up to 115712 bytes fit an SM's 228 KB with 1 KB reserved for each.
                 least_smem=115840,
-                # Quantizer 5 has 20544 bytes, and 1 KB is reserved.
+                # Quantizer 5 has up to 20544 bytes with eight warps, and 1 KB is reserved.
                 spare_smem=21568,
                 most_weight_bytes=_DECODE_IN_FLIGHT,
             ),

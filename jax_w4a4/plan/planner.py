@@ -729,7 +729,7 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
     if k % 8:
         return f"{name} loads rows of whole 16 bytes, K is {k}"
     if kernel == 5:
-        plan = budget.decode_quantizer(problem)
+        plan = budget.decode_quantizer(problem, target.sm_count)
     else:
         plan = budget.token_quantizer(problem, kernel)
     if plan is None:
@@ -754,7 +754,8 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
         if problem.rank % 16 or problem.rank > _V2_MOST_RANK:
             return f"LoRA-down beside {name} takes ranks that are a multiple of 16 up to 256"
         if plan.down is not None:
-            return dataclasses.replace(plan, why=f"{text}; LoRA-down in the same launch")
+            text += f"; LoRA-down in the same launch, K on {_ctas(plan.down.cluster)}"
+            return dataclasses.replace(plan, why=text)
         cluster = _down_cluster(problem, target)
         down = budget.down_v2(problem, cluster, target.smem_bytes)
     text += (

@@ -21,6 +21,7 @@ QUANT = "sm90_quantize_v2.cuh"
 TOKEN = "sm90_quantize_token.cuh"
 DOWN = "sm90_down_v2.cuh"
 DECODE = "sm90_decode.cuh"
+DECODE_QUANT = "sm90_decode_quantize.cuh"
 PTX = "sm90_ptx.cuh"
 
 PLAIN = Case("mxfp4", 70, 200, 288, 32, clusters=1, stages=2)
@@ -37,6 +38,10 @@ FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 FEW = Case("mxfp4", 8, 40, 2080, 48, kernel="sm90_decode", tile_m=8, tile_n=40, clusters=1)
 FEW_EXACT = dataclasses.replace(FEW, exact=True)
 FEW_PAIR = dataclasses.replace(FEW, cluster=2)
+# A round more than the two units of each warp, and a unit that is not whole.
+FEW_FUSED = dataclasses.replace(FEW, n=8, k=4136, tile_n=8, fused=True)
+# Four CTAs share a token.
+FEW_LONG = dataclasses.replace(FEW, m=1, n=8, k=8232, rank=0, tile_n=8, fused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,7 @@ def _m(name, kind, case, caught, *edits, **rest) -> Mutant:
 _QUANT = {"sources": ("sm90_quantize_v2_Mxfp4.cu",)}
 _DOWN = {"sources": ("sm90_down_v2.cu",)}
 _FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
+_FEW_QUANT = {"sources": ("sm90_decode_quantize_Mxfp4.cu",)}
 
 MUTANTS = (
     # ---- the ring ----
@@ -365,4 +371,38 @@ MUTANTS = (
        (DECODE, "rank < args.rank + 8 * q; rank += 32", "rank < 32; rank += 32"), **_FEW),
     _m("decode: low-rank product over the tokens' scales", "account", FEW, "RaceError cells",
        attrs={"off_lora_act": lambda v: v - 256}, **_FEW),
+    # ---- the launch before it ----
+    _m("decode: shares of LoRA-down eight bytes short", "protocol", FEW_FUSED,
+       "RaceError UninitializedError ProtocolError DeadlockError",
+       (DECODE_QUANT, "kFewSums * sizeof(float));", "kFewSums * sizeof(float) - 8);"),
+       **_FEW_QUANT),
+    _m("decode: shares before they are there", "protocol", FEW_FUSED,
+       "RaceError UninitializedError ProtocolError",
+       (DECODE_QUANT, "  mbarrier_wait(arrived, 0);\n", ""), **_FEW_QUANT),
+    _m("decode: shares to a peer that may not run", "protocol", FEW_FUSED,
+       "RaceError ProtocolError",
+       (DECODE_QUANT, "  cluster_wait();\n  // A thread adds", "  // A thread adds"), **_FEW_QUANT),
+    _m("decode: barrier of the shares without a fence", "protocol", FEW_FUSED, "ProtocolError RaceError",
+       (DECODE_QUANT, "        fence_mbarrier_init();\n", ""), **_FEW_QUANT),
+    _m("decode: shares of the sums before every warp is done", "protocol", FEW_FUSED,
+       "RaceError UninitializedError",
+       (DECODE_QUANT, "  __syncthreads();\n  cluster_wait();\n", "  cluster_wait();\n"),
+       **_FEW_QUANT),
+    _m("decode: shares one after the other in every CTA", "layout", FEW_FUSED,
+       "cells RaceError UninitializedError",
+       (DECODE_QUANT, "smem.shares[(part << args.log_share) + (first", "smem.shares[(first"),
+       **_FEW_QUANT),
+    _m("decode: a unit past the end of K", "arithmetic", FEW_FUSED, "OutOfBoundsError cells",
+       (DECODE_QUANT, "const int whole = args.k / kFewUnit;",
+        "const int whole = args.k / kFewUnit + 1;"), **_FEW_QUANT),
+    _m("decode: LoRA-down's third round", "arithmetic", FEW_FUSED, "cells",
+       (DECODE_QUANT, "} while (kFewUnit * next < args.k);", "} while (false);"), **_FEW_QUANT),
+    _m("decode: two CTAs write the same part of a token", "cells", FEW_LONG,
+       "cells RaceError UninitializedError",
+       (DECODE_QUANT, "return (i & (shares - 1)) == share;", "return (i & 1) == (share & 1);"),
+       **_FEW_QUANT),
+    _m("decode: nobody writes the last part of a token", "cells", FEW_LONG,
+       "cells RaceError UninitializedError",
+       (DECODE_QUANT, "return (i & (shares - 1)) == share;",
+        "return (i & (shares - 1)) == share && i < shares - 1;"), **_FEW_QUANT),
 )  # fmt: skip

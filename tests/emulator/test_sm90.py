@@ -353,6 +353,22 @@ class Quantizers(parameterized.TestCase):
         got = product.from_bf16(result.lora_act)
         np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
 
+    @parameterized.parameters(
+        # One warp with work, and a unit of K that is not whole; a second round; CTAs of 16 warps.
+        (5, 16, 40, 8), (16, 32, 1000, 16), (8, 80, 4400, 8), (1, 16, 8232, 8), (17, 48, 4136, 8),
+        (33, 16, 8200, 16), (3, 16, 16392, 16),
+    )  # fmt: skip
+    def test_decode_down(self, m, rank, k, cluster):
+        tile_m = next(tile for tile in plan.budget.DECODE_TOKENS if tile >= m)
+        case = Case(
+            "mxfp4", m, 8, k, rank, fused=True, kernel="sm90_decode", tile_m=tile_m, tile_n=8,
+            down_cluster=cluster,
+        )  # fmt: skip
+        operands, result = run(case, POLICIES[rank // 16 % 4], rank)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
     @parameterized.named_parameters(named(PATHS))
     def test_repack(self, case):
         case = dataclasses.replace(case, n=40, k=416, global_scale=True)
