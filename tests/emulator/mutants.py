@@ -38,8 +38,8 @@ FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 FEW = Case("mxfp4", 8, 40, 2080, 48, kernel="sm90_decode", tile_m=8, tile_n=40, clusters=1)
 FEW_EXACT = dataclasses.replace(FEW, exact=True)
 FEW_PAIR = dataclasses.replace(FEW, cluster=2)
-# A round more than the two units of each warp, and a unit that is not whole.
-FEW_FUSED = dataclasses.replace(FEW, n=8, k=4136, tile_n=8, fused=True)
+# A second round, and a unit of K that is not whole.
+FEW_FUSED = dataclasses.replace(FEW, n=8, k=6168, tile_n=8, fused=True, down_cluster=8)
 # Four CTAs share a token.
 FEW_LONG = dataclasses.replace(FEW, m=1, n=8, k=8232, rank=0, tile_n=8, fused=True)
 
@@ -395,8 +395,6 @@ MUTANTS = (
     _m("decode: a unit past the end of K", "arithmetic", FEW_FUSED, "OutOfBoundsError cells",
        (DECODE_QUANT, "const int whole = args.k / kFewUnit;",
         "const int whole = args.k / kFewUnit + 1;"), **_FEW_QUANT),
-    _m("decode: LoRA-down's third round", "arithmetic", FEW_FUSED, "cells",
-       (DECODE_QUANT, "} while (kFewUnit * next < args.k);", "} while (false);"), **_FEW_QUANT),
     _m("decode: two CTAs write the same part of a token", "cells", FEW_LONG,
        "cells RaceError UninitializedError",
        (DECODE_QUANT, "return (i & (shares - 1)) == share;", "return (i & 1) == (share & 1);"),
