@@ -1,4 +1,4 @@
-// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 128,
+// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 64,
 // bound by reading W. One CTA per SM takes 8 to 128 weight rows, all tokens and all of K; the number of
 // rows makes about as many CTAs as there are SMs. Where N is too small for that a cluster of two CTAs
 // shares the rows and divides K.
