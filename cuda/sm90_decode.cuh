@@ -209,7 +209,7 @@ struct ScaleShare {
 template <int kBytes>
 __device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleShare& share,
                                             uint32_t scales, int rows, int warp, int lane) {
-  const int bytes = (share.bytes + 15) / 16 * 16;  // as find_largest reads them
+  const int bytes = (share.bytes + 15) / 16 * 16;  // as find_extremes reads them
   for (ScaleWalk<kBytes> at(bytes, warp, lane); at.more(args.tile_n, lane); at.advance(lane)) {
     if (at.row >= args.tile_n || at.piece >= at.pieces) continue;
     const uint8_t* from =
