@@ -226,13 +226,15 @@ __device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleS
 }
 
 // The largest block scale of each row into the place of its RowInputs, in the lower half of a word, and
-// what the least lacks to 255 in the upper one. `bytes`: the scales of a row that count.
+// what the least lacks to 255 in the upper one. A lane reads what it copied itself, if that was in pieces
+// of 16 bytes, past the matrix's last block too.
 template <int kMask>
-__device__ __forceinline__ void find_extremes(const DecodeArgs& args, uint32_t smem, int bytes,
-                                              int warp, int lane) {
+__device__ __forceinline__ void find_extremes(const DecodeArgs& args, const ScaleShare& share,
+                                              uint32_t smem, int warp, int lane) {
   constexpr uint32_t kBytes = kMask * 0x10001u;
+  const int bytes = min(share.bytes, share.blocks);  // that count
   constexpr int kBatch = 4;  // shuffles of as many pieces overlap
-  for (ScaleWalk<16> walk(bytes, warp, lane); walk.more(args.tile_n, lane);) {
+  for (ScaleWalk<16> walk(share.bytes, warp, lane); walk.more(args.tile_n, lane);) {
     uint32_t found[kBatch];
     ScaleWalk<16> at = walk;
 #pragma unroll
@@ -332,8 +334,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     // Other lanes' pieces, unless they were copied as they are read.
     if (!whole) named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
-    find_extremes<kScaleMask<Path::kFormat>>(args, smem, min(scales.bytes, scales.blocks), warp,
-                                             lane);
+    find_extremes<kScaleMask<Path::kFormat>>(args, scales, smem, warp, lane);
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     if (row < args.tile_n) {
       const uint32_t found = load_shared_u32(place);

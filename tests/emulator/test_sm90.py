@@ -187,6 +187,15 @@ class Decode(parameterized.TestCase):
         case = dataclasses.replace(case, tile_n=64, cluster=cluster, stages=stages, seed=steps)
         run(case, POLICIES[steps % 4], steps)
 
+    @parameterized.parameters(
+        ("mxfp4", 32, 512, 1), ("nvfp4", 32, 256, 1), ("nvfp4", 32, 512, 1), ("nvfp4", 64, 256, 1),
+        ("mxfp4", 32, 1536, 2), ("nvfp4", 64, 768, 2),
+    )  # fmt: skip
+    def test_k_ends_within_a_step(self, format, tile_n, k, cluster):
+        """Scales in whole pieces of 16 bytes, fewer of them than a step has."""
+        case = Case(format, 1, tile_n, k, kernel="sm90_decode", tile_m=8, tile_n=tile_n)
+        run(dataclasses.replace(case, cluster=cluster), "early", k)
+
     @parameterized.product(tile_n=(32, 64, 128), k=(1024, 1056))
     def test_blocks_that_flush(self, tile_n, k):
         """The loop that asks every block, beside CTAs whose rows need none."""
