@@ -163,12 +163,14 @@ def run(
     kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
     changes: Mapping[str, Callable[[int], int]] | None = None,
+    prepared: bool = False,
 ) -> Result:
     """The scales' launch, or LoRA-down and the quantizer; then the gemm as a dependent launch.
 
     Args:
       kernels: driver with other kernels than the product's.
       changes: to attributes of the plan, for seeded bugs of the account.
+      prepared: the gemm alone; its scale atoms are made here, and count as an earlier launch's.
     """
     driver = kernels or host()
     found = plan_of(case)
@@ -180,8 +182,11 @@ def run(
     for name, change in (changes or {}).items():
         attrs[name] = change(attrs[name])
     shapes = {b.name: b.shape for b in found.workspace(case.m, "gemm")}
-    for name in ("act_atoms", "weight_atoms"):
-        buffers[name] = device.empty(int(np.prod(shapes[name])), name)
+    for name, scales in (("act_atoms", "act_scale"), ("weight_atoms", "weight_scale")):
+        if prepared:
+            buffers[name] = device.array(scale_atoms(values[scales], case.block), name)
+        else:
+            buffers[name] = device.empty(int(np.prod(shapes[name])), name)
     y = buffers["out"] = device.empty(case.m * case.n * 2, "y")
 
     def address(name: str) -> int | None:
@@ -204,7 +209,7 @@ def run(
             pointer(address("packed")), pointer(address("act_atoms")),
             pointer(address("weight_scale")), pointer(address("weight_atoms")), long(case.n),
         )  # fmt: skip
-    else:
+    elif not prepared:
         driver.call(
             "emulator_sm100_scales", pointer(address("act_scale")),
             pointer(address("weight_scale")), pointer(address("act_atoms")),
@@ -310,8 +315,13 @@ def check(
     return product.check_cells(str(case), y, size, result, case.exact, 2.0**-18, case.out_dtype)
 
 
-def run_checked(case: Case, options: Options | None = None, **rest) -> Result:
-    operands = make_operands(case)
+def run_checked(
+    case: Case,
+    options: Options | None = None,
+    operands: dict[str, np.ndarray] | None = None,
+    **rest,
+) -> Result:
+    operands = operands or make_operands(case)
     result = run(case, options, operands=operands, **rest)
     check(case, operands, result)
     return result

@@ -146,6 +146,14 @@ class Cluster:
             self.ctas.append(CTA(self, rank))
         self.warps = [w for cta in self.ctas for w in cta.warps]
 
+    def free(self) -> None:
+        """Lets go of everything at once: a cluster is full of cycles, and large."""
+        for cta in self.ctas:
+            for w in cta.warps:
+                vars(w).clear()
+            vars(cta).clear()
+        vars(self).clear()
+
     def changed(self) -> None:
         self.version += 1
         self.progress += 1
@@ -262,6 +270,7 @@ class Machine:
                 )
                 scheduler.run()
                 executed += sum(w.executed for w in warps)
+                cluster.free()
         if self.dependent and not self.dependency_waited:
             raise ProtocolError(
                 f"no CTA of {self.code.kernel.name}, a dependent launch, executes "

@@ -275,12 +275,14 @@ def run(
     kernels: Host | None = None,
     operands: dict[str, np.ndarray] | None = None,
     changes: Mapping[str, Callable[[int], int]] | None = None,
+    prepared: Result | None = None,
 ) -> Result:
     """Quantizer or repack, then the gemm as a dependent launch.
 
     Args:
       kernels: driver with other kernels than the product's.
       changes: to attributes of the plan, for seeded bugs of the account.
+      prepared: the gemm alone, behind what the repack of the same operands left in this result.
     """
     driver = kernels or host()
     found = plan_of(case)
@@ -325,7 +327,16 @@ def run(
     )
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     block = case.k_pad // case.blocks
-    if case.fused and decode:
+    if prepared is not None:
+        assert not case.fused, case
+        tokens_of = np.zeros((shapes["token_scale"][0] // pitch if pitch else 0, pitch), np.float32)
+        if tokens_of.size:
+            tokens_of[:, : case.m] = prepared.token_scale.T
+        for name, value in (
+            ("act", prepared.act), ("token_scale", tokens_of), ("rows", prepared.rows)
+        ):  # fmt: skip
+            made[name].write_host(value)
+    elif case.fused and decode:
         if case.rank:
             made["lora_act"] = device.empty(case.m * case.rank * 2, "lora_act")
         driver.call(

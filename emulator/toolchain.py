@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -224,14 +224,20 @@ def host_library(family: str, checked: bool = False) -> tuple[pathlib.Path, path
 
     Returns the library and a folder with the PTX of each source of it.
     """
-    gemms, decodes, groups = _instances(checked)
-    key = _key(_sources_digest(CUDA), _sources_digest(HOST), gemms, decodes, groups, checked)
+    key = _key(_sources_digest(CUDA), _sources_digest(HOST), *_instances(checked), checked)
     out = cache_dir() / f"host-{family}{'-checked' if checked else ''}-{key}"
-    if out.exists():
-        return out / "host.so", out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a minute's work: once, whatever runs in parallel
+        if not out.exists():
+            _build_host_library(family, out, checked)
+    return out / "host.so", out
+
+
+def _build_host_library(family: str, out: pathlib.Path, checked: bool) -> None:
+    gemms, decodes, groups = _instances(checked)
     if NVCC is None:
         raise RuntimeError("emulator: nvcc is not on PATH")
-    out.parent.mkdir(parents=True, exist_ok=True)
 
     def listed(instances: Sequence[tuple[str, int]]) -> str:
         return " ".join(f"W4A4_KERNEL({path}, {tile})" for path, tile in instances)
@@ -279,9 +285,7 @@ def host_library(family: str, checked: bool = False) -> tuple[pathlib.Path, path
             folder,
         )  # fmt: skip
         # The library and its PTX appear together: names of kernels carry a hash of their build.
-        with contextlib.suppress(OSError):
-            done.rename(out)  # fails where another process was first
-    return out / "host.so", out
+        done.rename(out)
 
 
 @functools.lru_cache(maxsize=64)

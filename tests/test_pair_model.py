@@ -1,7 +1,10 @@
 """The protocol of sm100_v2 (cuda/sm100_gemm.cuh), explored exhaustively on the CPU."""
 
 import pair_model
+import pytest
 from absl.testing import absltest, parameterized
+
+pytestmark = pytest.mark.matrix
 
 
 class ProtocolTest(parameterized.TestCase):

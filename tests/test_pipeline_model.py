@@ -1,7 +1,10 @@
 """The mbarrier protocol of sm90_v2 (cuda/sm90_pipeline.cuh), explored exhaustively on the CPU."""
 
 import pipeline_model
+import pytest
 from absl.testing import absltest, parameterized
+
+pytestmark = pytest.mark.matrix
 
 
 class ProtocolTest(parameterized.TestCase):

@@ -21,6 +21,8 @@ needs_kernels = pytest.mark.skipif(
     not _ffi.has_cuda() or CUOBJDUMP is None, reason="needs the compiled package and cuobjdump"
 )
 
+pytestmark = pytest.mark.matrix
+
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?(\S+)(.*?);")
 BRANCH = re.compile(r"\b0x([0-9a-f]+)")
 MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")

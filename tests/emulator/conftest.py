@@ -9,8 +9,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests of this folder run when they are asked for: -m slow."""
-    if config.option.markexpr:
+    """Slow tests of this folder run when they are asked for: -m slow, -m matrix."""
+    if any(mark in config.option.markexpr for mark in ("slow", "matrix")):
         return
     skip = pytest.mark.skip(reason="slow; run with -m slow")
     for item in items:

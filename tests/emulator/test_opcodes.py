@@ -11,7 +11,10 @@ from emulator.__main__ import main
 from emulator.compile import Code
 from jax_w4a4 import plan
 
-pytestmark = pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc")
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.skipif(toolchain.NVCC is None, reason="needs nvcc"),
+]
 
 PATHS = plan.budget.V2_PATHS
 GEMMS = [toolchain.gemm_v2_name(name, 64) for name in PATHS]
@@ -40,7 +43,6 @@ class Gate(parameterized.TestCase):
     def test_product(self, source):
         self.gate(source, SMALLEST)
 
-    @pytest.mark.slow
     @parameterized.parameters(*LARGEST, *QUANTIZERS, *PLAIN)
     def test_all(self, source):
         self.gate(source)
