@@ -20,6 +20,7 @@
 #include "sm90_decode_quantize.h"
 #include "sm90_ptx.cuh"
 #include "sm90_quantize_v2.cuh"
+#include "sm90_watch.cuh"
 
 namespace jax_w4a4::sm90 {
 
@@ -31,7 +32,7 @@ template <int kWarps>
 constexpr int kFewUnits = kWarps > 8 ? 1 : 2;
 
 // What the first instructions need lies together: constants come in lines.
-struct FewDownArgs {
+struct FewDownArgs : Watched {
   const __nv_bfloat16* x;          // (M, K)
   const __nv_bfloat16* lora_down;  // (K, R)
   __nv_bfloat16* lora_act;         // (M, R)
@@ -196,7 +197,7 @@ __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kW
   const int own = (part << args.log_share) + threadIdx.x;
   const int token = first_token + own / kDecodeDownRanks;
   const int rank = first_rank + own % kDecodeDownRanks;
-  mbarrier_wait(arrived, 0);
+  watched_wait(args, RingName::kDecodeSums, arrived, 0);
   float sum = 0.0f;
   for (int i = threadIdx.x; i < kFewSums; i += 8 * share) {  // of a cluster of 8 or 16
 #pragma unroll

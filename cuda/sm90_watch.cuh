@@ -38,12 +38,14 @@ __device__ __forceinline__ uint32_t nanoseconds() {
 __device__ __forceinline__ void tell(const Watch& watch, bool full, uint32_t slot, uint32_t parity,
                                      uint32_t since) {
   if (watch.records == nullptr) return;
-  uint32_t thread, cta, row, width;
+  uint32_t thread, cta, row, width, layer, height;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
   asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(row));
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(width));
-  cta += row * width;
+  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(layer));
+  asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(height));
+  cta += (layer * height + row) * width;
   const uint32_t warp = thread / 32;
   const WaitRecord* record = watch.records + cta % kWaitCtas * kWaitWarps + warp % kWaitWarps;
   // One store: the host finds all of a record or nothing.
@@ -64,11 +66,22 @@ __device__ __forceinline__ void bounded_wait(const Watch& watch, uint32_t barrie
   }
 }
 
+// For a barrier of no ring.
+__device__ __forceinline__ void watched_wait(const Watched& args, RingName name, uint32_t barrier,
+                                             uint32_t parity) {
+  bounded_wait(watch(args, name), barrier, parity, true, 0);
+}
+
 #else
 
 template <class Args>
 __device__ __forceinline__ Watch watch(const Args&, RingName) {
   return {};
+}
+
+__device__ __forceinline__ void watched_wait(const Watched&, RingName, uint32_t barrier,
+                                             uint32_t parity) {
+  mbarrier_wait(barrier, parity);
 }
 
 #endif

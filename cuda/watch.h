@@ -1,4 +1,4 @@
-// Waits that end: what a build with JAX_W4A4_CHECKED adds to the rings of sm90_pipeline.cuh, for the
+// Waits that end: what a build with JAX_W4A4_CHECKED adds to the waits for mbarriers, for the
 // self-test (docs/selftest.md). A wait for an mbarrier that takes kTellNs leaves a record of what is
 // waited for in memory of the host, and after kTrapNs the kernel traps. In between the other threads
 // that are stuck leave theirs, and the host reads them while the device still answers. Without the
@@ -16,7 +16,7 @@
 namespace jax_w4a4 {
 
 // Every ring of the kernels: kernel, ring, the role that fills it (it waits for `empty` barriers), the
-// role that empties it (for `full` ones).
+// role that empties it (for `full` ones). The last is one barrier, and nothing empties it.
 #define W4A4_RINGS(RING)                                           \
   RING(kGemmMain, "sm90_gemm_v2", "main", "load", "compute")       \
   RING(kGemmTokens, "sm90_gemm_v2", "tokens", "load", "compute")   \
@@ -26,7 +26,8 @@ namespace jax_w4a4 {
   RING(kDown, "sm90_down_v2", "main", "load", "project")           \
   RING(kSm100Main, "sm100_gemm", "main", "load", "mma")            \
   RING(kSm100Accumulators, "sm100_gemm", "accumulators", "mma", "store") \
-  RING(kSm100Down, "sm100_down", "main", "load", "project")
+  RING(kSm100Down, "sm100_down", "main", "load", "project")        \
+  RING(kDecodeSums, "sm90_decode_quantize", "sums", "project", "project")
 
 enum class RingName : uint32_t {
 #define W4A4_RING(id, ...) id,

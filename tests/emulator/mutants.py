@@ -378,7 +378,7 @@ MUTANTS = (
        **_FEW_QUANT),
     _m("decode: shares before they are there", "protocol", FEW_FUSED,
        "RaceError UninitializedError ProtocolError",
-       (DECODE_QUANT, "  mbarrier_wait(arrived, 0);\n", ""), **_FEW_QUANT),
+       (DECODE_QUANT, "  watched_wait(args, RingName::kDecodeSums, arrived, 0);\n", ""), **_FEW_QUANT),
     _m("decode: shares to a peer that may not run", "protocol", FEW_FUSED,
        "RaceError ProtocolError",
        (DECODE_QUANT, "  cluster_wait();\n  // A thread adds", "  // A thread adds"), **_FEW_QUANT),

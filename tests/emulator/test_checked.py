@@ -98,6 +98,10 @@ LOST = (
          ("sm90_decode_Mxfp4_8.cu",),
          {wait(DECODE, "load", "main empty", 0, 0): 1,
           wait(DECODE, "multiply", "main full", 0, 1): 16}),
+    Lost("decode: shares of LoRA-down that never come", mutants.FEW_FUSED,
+         ((mutants.DECODE_QUANT, "kFewSums * sizeof(float));", "kFewSums * sizeof(float) + 8);"),),
+         ("sm90_decode_quantize_Mxfp4.cu",),
+         {wait(f"{DECODE}_quantize", "project", "sums full", 0, 0): 16}),
     Lost("LoRA-down: slots never released", dataclasses.replace(mutants.FUSED, k=2560),
          ((mutants.DOWN, "ring.release<1>(previous, lane, step > 0);", ""),), ("sm90_down_v2.cu",),
          {wait(DOWN, "load", "main empty", 0, 0): 8,
@@ -214,7 +218,7 @@ class Gate(parameterized.TestCase):
 
     @parameterized.parameters(
         "sm90_gemm_v2_Mxfp4_64.cu", "sm90_grouped_Mxfp4_64.cu", "sm90_decode_Mxfp4_8.cu",
-        "sm90_down_v2.cu", "sm100_gemm.cu", "sm100_down.cu",
+        "sm90_decode_quantize_Mxfp4.cu", "sm90_down_v2.cu", "sm100_gemm.cu", "sm100_down.cu",
     )  # fmt: skip
     def test_every_wait_is_bounded_and_known(self, source):
         """The release build has nothing of it: no timer, no trap, no second kind of wait."""
