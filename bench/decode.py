@@ -135,9 +135,9 @@ def line(row: dict) -> str:
     head = f"M={row['m']:<5} {row['k']:>5}x{row['n']:<5} {row['route']:<28}"
     if "error" in row:
         return f"{head} {row['error'][:90]}"
-    text = f"{head} {row['us']:8.2f} us"
+    text = f"{head} {row['us']:8.2f} us {row['packed_tb_per_s']:6.2f} TB/s"
     if "speedup_vs_xla_bf16" in row:
-        text += f" {row['packed_tb_per_s']:6.2f} TB/s {row['speedup_vs_xla_bf16']:6.2f}x"
+        text += f" {row['speedup_vs_xla_bf16']:6.2f}x"
     text += f"  host {row['host_us'] / row['dispatch_us']:4.0%}"
     if row["captures"]:
         text += f" {row['captures']} captures"
@@ -177,8 +177,9 @@ def main(argv: list[str] | None = None) -> int:
             for name, build in todo:
                 row = time_one(name, build, shape, turns, args.rounds, args.kernels)
                 if "error" not in row:
-                    base = row["us"] if base is None else base
-                    row["speedup_vs_xla_bf16"] = base / row["us"]
+                    base = row["us"] if name == cases.BASE else base
+                    if base:
+                        row["speedup_vs_xla_bf16"] = base / row["us"]
                 if name.startswith("matmul "):
                     row["plan"] = describe(by_name[name.removeprefix("matmul ")], shape)
                 results.append(row)
