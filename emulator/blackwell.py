@@ -51,6 +51,7 @@ class Case:
     # What product.make_operands asks besides.
     fused: bool = False
     smooth: bool = True
+    far: bool = False
     x_dtype: str = "bfloat16"
     rule: str = "rceil"
     act_unsigned: bool = False
