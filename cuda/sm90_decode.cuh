@@ -340,7 +340,8 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       const uint32_t found = load_shared_u32(place);
       RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found & 0xFFFF);
       if constexpr (kMayFlush<Path>) {
-        const bool flushes = Path::RowFold::flushes(0xFF - static_cast<int>(found >> 16), v.base);
+        const int least = 0xFF - static_cast<int>(found >> 16);
+        const bool flushes = typename Path::RowFold(v.base).flushes(least);
         v.base = (v.base & 0xFFFF) | flushes << 16;
       }
       write(v);
@@ -368,7 +369,7 @@ __device__ __forceinline__ auto table(const Fold& fold, uint32_t scale) {
 }
 
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
-// four MMAs. Fragments are written while the MMAs of the record before are in flight.
+// four MMAs. Fragments are written while the MMAs before are in flight.
 template <class Path, int kTokens, int kRows, bool kFlush>
 __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                          int steps, float (&acc)[kTokens / 2], int group, int block,

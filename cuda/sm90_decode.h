@@ -60,9 +60,11 @@ constexpr int64_t DecodeCtaSteps(int64_t tile_n, int64_t k_pad, int64_t splits) 
 // of them, so that eight rows lie in different banks.
 constexpr int64_t DecodeScalePitch(GemmV2Path path, int64_t tile_n, int64_t k_pad,
                                    int64_t splits) {
-  const int64_t blocks = DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) /
-                         (DecodeBlock(path) == 0 ? 1 : DecodeBlock(path));
-  return DecodeBlock(path) == 0 ? 0 : 16 * ((blocks + 15) / 16 | 1);
+  const int block = DecodeBlock(path);
+  if (block == 0) return 0;
+  const int64_t blocks =
+      DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block;
+  return 16 * ((blocks + 15) / 16 | 1);
 }
 // Of all of them.
 constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,

@@ -45,14 +45,11 @@ class E8m0RowFold {
   // Without kFlush no scale may flush, but that of a block of zero codes: their byte stays zero.
   template <int kPart = 0, bool kFlush = true>
   __device__ __forceinline__ FoldTable block(uint32_t scale) const {
-    const bool flushed = kFlush && static_cast<int>(scale) < base_;
+    const bool flushed = kFlush && flushes(static_cast<int>(scale));
     return {flushed ? 0u : scale * 0x04040400u + lo_, flushed ? 0u : scale * 0x04040404u + hi_};
   }
 
-  // Whether some block of a row flushes whose smallest scale is `least`.
-  static __device__ __forceinline__ bool flushes(int least, int base) {
-    return least < (base > 1 ? base : 1);
-  }
+  __device__ __forceinline__ bool flushes(int scale) const { return scale < base_; }
 
  private:
   int base_;

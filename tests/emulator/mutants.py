@@ -237,7 +237,7 @@ MUTANTS = (
     _m("smallest magnitude becomes zero", "arithmetic", EXACT, "cells",
        (EXPAND, "lo_(0x0A080400u - base * 0x04040400u)", "lo_(0x0A080000u - base * 0x04040400u)")),
     _m("fold keeps flushed blocks' neighbours", "arithmetic", EXACT, "cells",
-       (EXPAND, "static_cast<int>(scale) < base_;", "static_cast<int>(scale) <= base_ + 26;")),
+       (EXPAND, "return scale < base_;", "return scale <= base_ + 26;")),
     _m("bf16 expansion of the second pair", "arithmetic", NVFP4, "cells",
        (PATHS, "half1 = expand_e2m1_bf16<3>(word, multiplier);",
         "half1 = expand_e2m1_bf16<2>(word, multiplier);")),

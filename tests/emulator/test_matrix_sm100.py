@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from test_sm90 import SOURCES, awkward, quantized
-from test_sm100 import VARIANTS
+from test_sm90 import SOURCES, awkward
+from test_sm100 import VARIANTS, check_lora_act, check_quantized
 
 from emulator import Options, blackwell, product, toolchain
 from emulator.blackwell import Case
@@ -138,17 +138,11 @@ class Quantizer(parameterized.TestCase):
             with np.errstate(all="ignore"):
                 operands = blackwell.make_operands(one) if seed else awkward(one)
                 result = blackwell.run(one, options, operands=operands)
-                packed, scales, lora_act = quantized(one, operands)
-            np.testing.assert_array_equal(result.packed, packed)
-            atoms = blackwell.scale_atoms(scales.view(np.uint8), one.block)
-            np.testing.assert_array_equal(result.act_atoms, atoms)
-            atoms = blackwell.scale_atoms(operands["weight_scale"], one.block)
-            np.testing.assert_array_equal(result.weight_atoms, atoms)
+                lora_act = check_quantized(one, operands, result)
             if seed:  # x without infinities
                 blackwell.check(one, operands, result)
                 if rank:
-                    got = product.from_bf16(result.lora_act)
-                    np.testing.assert_allclose(got, lora_act, rtol=2**-8, atol=1e-4)
+                    check_lora_act(result, lora_act)
 
         every_schedule(run, k)
 

@@ -81,6 +81,22 @@ def quantizer_cases():
         )  # fmt: skip
 
 
+def check_quantized(case, operands, result):
+    """Codes and scale factors bit for bit; returns what lora_act should be."""
+    packed, scales, lora_act = quantized(case, operands)
+    np.testing.assert_array_equal(result.packed, packed)
+    atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
+    np.testing.assert_array_equal(result.act_atoms, atoms)
+    atoms = blackwell.scale_atoms(operands["weight_scale"], case.block)
+    np.testing.assert_array_equal(result.weight_atoms, atoms)
+    return lora_act
+
+
+def check_lora_act(result, want):
+    got = product.from_bf16(result.lora_act)
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
 class Quantizer(parameterized.TestCase):
     """From x: codes and scale factors bit for bit, with zeros past M and K; LoRA-down."""
 
@@ -89,12 +105,7 @@ class Quantizer(parameterized.TestCase):
         operands = awkward(case)
         with np.errstate(all="ignore"):
             result = blackwell.run(case, Options(POLICIES[case.seed % 4], 1), operands=operands)
-        packed, scales, _ = quantized(case, operands)
-        np.testing.assert_array_equal(result.packed, packed)
-        atoms = blackwell.scale_atoms(scales.view(np.uint8), case.block)
-        np.testing.assert_array_equal(result.act_atoms, atoms)
-        atoms = blackwell.scale_atoms(operands["weight_scale"], case.block)
-        np.testing.assert_array_equal(result.weight_atoms, atoms)
+        check_quantized(case, operands, result)
 
     @parameterized.parameters((8, 40), (40, 136), (64, 1032), (72, 520), (128, 264))
     def test_low_rank(self, rank, k):
@@ -102,9 +113,7 @@ class Quantizer(parameterized.TestCase):
         operands = blackwell.make_operands(case)
         result = blackwell.run(case, Options(POLICIES[rank // 8 % 4], rank), operands=operands)
         blackwell.check(case, operands, result)
-        want = quantized(case, operands)[2]
-        got = product.from_bf16(result.lora_act)
-        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+        check_lora_act(result, quantized(case, operands)[2])
 
 
 class GemmV1(parameterized.TestCase):
