@@ -23,11 +23,13 @@ class Layer:
       name: for the route.
       quantize: keywords of `jax_w4a4.quantize`.
       matmul: keywords of `jax_w4a4.matmul`.
+      prepared: the weight is as `Weight.prepare` leaves it.
     """
 
     name: str
     quantize: dict
     matmul: dict = dataclasses.field(default_factory=dict)
+    prepared: bool = False
 
 
 LAYERS = (
@@ -39,6 +41,12 @@ LAYERS = (
     Layer("int4 highest", {"format": "int4"}, {"precision": "highest"}),
     Layer("int4 per row", {"format": "int4", "block_size": None}),
 )
+
+
+def prepared(layer: Layer) -> Layer:
+    """The layer with a prepared weight, where there are kernels for it."""
+    able = layer.quantize["format"] == "mxfp4" and layer.matmul.get("precision") != "highest"
+    return dataclasses.replace(layer, prepared=able)
 
 
 def random_layer(
@@ -53,6 +61,7 @@ def random_layer(
     x = jax.random.normal(kx, (shape.m, shape.k), jnp.bfloat16)
     values = jax.random.normal(kw, (shape.n, shape.k)) / shape.k**0.5
     w = jax_w4a4.quantize(values, rank=0, **layer.quantize)
+    w = w.prepare() if layer.prepared else w
     if bare:
         return x, w
     optional = {

@@ -4,7 +4,8 @@ A stack is 16 or more layers of one shape, each with weights of its own, more th
 jitted call runs all of them several times in turn, because what a dispatch costs the host grows
 with the number of arrays it is given, here hundreds: after one turn of small layers the GPU would
 wait for the host. The call is one CUDA graph that is replayed. Low-rank branch (R = 32),
-channel_scale and bias are on, and every layer starts from bf16 x. Peers run in graphs of their own,
+channel_scale and bias are on, every layer starts from bf16 x, and MXFP4 weights are prepared
+(`Weight.prepare`) unless `--linear`. Peers run in graphs of their own,
 quantization included.
 
 Every row says what a dispatch costs the host while the GPU is idle ("host"), and is marked where
@@ -148,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
     names = [layer.name for layer in cases.LAYERS]
     parser.add_argument("--layers", nargs="+", choices=names, default=["mxfp4"])
+    parser.add_argument("--linear", action="store_true", help="weights as quantize returns them")
     parser.add_argument("--shapes", nargs="+", help="KxN")
     parser.add_argument("--rows", nargs="+", type=int, help="values of M")
     parser.add_argument("--skip", nargs="+", default=[], help="no routes with these in the name")
@@ -163,7 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.shapes:
         shapes = tuple(tuple(map(int, text.split("x"))) for text in args.shapes)
     rows_of = args.rows or (CROSSOVER_ROWS if args.crossover else ROWS)
-    by_name = {layer.name: layer for layer in cases.LAYERS}
+    by_name = {
+        layer.name: layer if args.linear else cases.prepared(layer) for layer in cases.LAYERS
+    }
     todo = [
         (name, build)
         for name, build in routes([by_name[name] for name in args.layers])
@@ -181,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
                     if base:
                         row["speedup_vs_xla_bf16"] = base / row["us"]
                 if name.startswith("matmul "):
-                    row["plan"] = describe(by_name[name.removeprefix("matmul ")], shape)
+                    layer = by_name[name.removeprefix("matmul ")]
+                    row |= {"prepared": layer.prepared, "plan": describe(layer, shape)}
                 results.append(row)
                 print(line(row), flush=True)
             if args.json:

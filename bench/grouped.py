@@ -1,6 +1,7 @@
 """`python -m bench.grouped`: experts with rows of their own, beside XLA and a loop of products.
 
-Every route gets the same shapes, group sizes and seeds; weights are rotated past the L2. Rates
+Every route gets the same shapes, group sizes and seeds; weights are rotated past the L2, and those
+of MXFP4 are prepared (`Weight.prepare`) unless `--linear`. Rates
 count the bytes of codes and block scales of experts that have rows, and the FLOP of the product.
 """
 
@@ -21,7 +22,7 @@ import jax_w4a4
 
 from . import timing
 from .__main__ import environment
-from .cases import LAYERS, Layer
+from .cases import LAYERS, Layer, prepared
 
 RANK = 32
 
@@ -74,7 +75,8 @@ def weights(case: Experts, layer: Layer, key: jax.Array) -> jax_w4a4.Weight:
     @jax.vmap
     def one(key):
         values = jax.random.normal(key, (case.n, case.k)) / case.k**0.5
-        return jax_w4a4.quantize(values, rank=0, **layer.quantize)
+        w = jax_w4a4.quantize(values, rank=0, **layer.quantize)
+        return w.prepare() if layer.prepared else w
 
     # In parts: the float weights of all experts at once would fill the memory.
     keys = jax.random.split(kw, groups)
@@ -200,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--layers", nargs="+", choices=names, default=["mxfp4", "nvfp4", "int4 per row"]
     )
+    parser.add_argument("--linear", action="store_true", help="weights as quantize returns them")
     parser.add_argument("--cases", nargs="+", help="only cases that contain one of these texts")
     parser.add_argument("--routes", nargs="+", help="only routes that contain one of these texts")
     parser.add_argument("--copies", type=int, default=3, help="sets of operands, rotated")
@@ -210,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, help="where the result is written")
     args = parser.parse_args(argv)
     layers = [layer for layer in LAYERS if layer.name in args.layers]
+    if not args.linear:
+        layers = [prepared(layer) for layer in layers]
     found: list[dict] = []
     for case in CASES:
         if args.cases and not any(text in str(case) for text in args.cases):
@@ -219,6 +224,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             row = {"case": str(case), "route": name, "m": case.m, "k": case.k, "n": case.n}
             row["sizes"] = list(case.sizes)
+            row["prepared"] = any(layer.prepared and name.endswith(layer.name) for layer in layers)
             try:
                 row |= measure(case, name, build, args)
             except Exception as error:  # a route that cannot run a case is a result

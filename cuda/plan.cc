@@ -118,6 +118,7 @@ bool PathTakes(GemmV2Path path, const SpecAttrs& s) {
   switch (path) {
     case GemmV2Path::kMxfp4:
     case GemmV2Path::kMxfp4Promoted:
+    case GemmV2Path::kMxfp4Sorted:
       return s.format == static_cast<int64_t>(Format::kMxfp4);
     case GemmV2Path::kNvfp4:
     case GemmV2Path::kNvfp4Rounded:

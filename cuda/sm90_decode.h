@@ -37,9 +37,9 @@ constexpr int DecodeTileK(int64_t tile_n) {
 }
 // K elements per block scale, 0 where a row has one.
 constexpr int DecodeBlock(GemmV2Path path) {
-  return path == GemmV2Path::kMxfp4     ? 32
-         : path == GemmV2Path::kInt4Row ? 0
-                                        : 16;
+  return GemmV2ActPath(path) == GemmV2Path::kMxfp4 ? 32
+         : path == GemmV2Path::kInt4Row            ? 0
+                                                   : 16;
 }
 // Stages of K.
 constexpr int64_t DecodeSteps(int64_t tile_n, int64_t k_pad) {

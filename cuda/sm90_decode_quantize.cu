@@ -20,7 +20,7 @@ namespace {
 int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) {
-  switch (path) {
+  switch (GemmV2ActPath(path)) {
     case GemmV2Path::kMxfp4:
       return sm90::decode_quantize_kernel_Mxfp4(source, chunks, warps);
     case GemmV2Path::kNvfp4:

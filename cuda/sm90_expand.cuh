@@ -56,18 +56,32 @@ class E8m0RowFold {
   uint32_t lo_, hi_;
 };
 
-// Eight e2m1 codes to two fragment registers, 9 instructions. A prepared (sign-sorted) layout would
-// need 7; here two byte permutes move the sign of nibble i of each half to bit 8 i + 7.
+__device__ __forceinline__ uint32_t magnitudes_of(uint32_t word) {
+  uint32_t magnitudes;
+  // Opaque, or the compiler masks the two halves separately.
+  asm("and.b32 %0, %1, 0x77777777;" : "=r"(magnitudes) : "r"(word));
+  return magnitudes;
+}
+
+// Eight e2m1 codes to two fragment registers, 9 instructions: two byte permutes move the sign of
+// nibble i of each half to bit 8 i + 7.
 __device__ __forceinline__ void expand_e2m1_e5m2(uint32_t word, FoldTable table, uint32_t& half0,
                                                  uint32_t& half1) {
-  uint32_t magnitude;
-  // Opaque, or the compiler masks the two halves separately.
-  asm("and.b32 %0, %1, 0x77777777;" : "=r"(magnitude) : "r"(word));
+  const uint32_t magnitude = magnitudes_of(word);
   const uint32_t shifted = word << 4;
   const uint32_t sign0 = prmt(word, shifted, 0x1504);
   const uint32_t sign1 = prmt(word, shifted, 0x3726);
   half0 = prmt(table.lo, table.hi, magnitude) ^ (sign0 & 0x80808080u);
   half1 = prmt(table.lo, table.hi, magnitude >> 16) ^ (sign1 & 0x80808080u);
+}
+
+// The same of codes whose signs are sorted, 7 instructions: that of nibble i of the first half is bit
+// 8 i + 7 of the word, that of the second half bit 8 i + 3 (formats.py sorts them).
+__device__ __forceinline__ void expand_e2m1_e5m2_sorted(uint32_t word, FoldTable table,
+                                                        uint32_t& half0, uint32_t& half1) {
+  const uint32_t magnitude = magnitudes_of(word);
+  half0 = prmt(table.lo, table.hi, magnitude) ^ (word & 0x80808080u);
+  half1 = prmt(table.lo, table.hi, magnitude >> 16) ^ (word << 4 & 0x80808080u);
 }
 
 // ---- value * scale rounded to e4m3 ----

@@ -36,9 +36,21 @@ enum class GemmV2Path : int {
   kInt4Group64 = 6,    // e4m3 integers, fp32 scales after each group
   kInt4Group128 = 7,
   kInt4Scaled = 8,  // fp16, code * scale rounded
+  kMxfp4Sorted = 9,  // kMxfp4 on a weight whose signs are sorted
 };
-constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 8; }
+constexpr bool IsGemmV2Path(int64_t path) { return path >= 1 && path <= 9; }
 
+// Which path's activations a path reads: those that differ in the weight or the
+// sums alone share them.
+constexpr GemmV2Path GemmV2ActPath(GemmV2Path path) {
+  return path == GemmV2Path::kMxfp4Promoted || path == GemmV2Path::kMxfp4Sorted
+             ? GemmV2Path::kMxfp4
+             : path;
+}
+constexpr bool GemmV2IsInt4(GemmV2Path path) {
+  return path == GemmV2Path::kInt4Row || path == GemmV2Path::kInt4Group64 ||
+         path == GemmV2Path::kInt4Group128 || path == GemmV2Path::kInt4Scaled;
+}
 constexpr int GemmV2ElementBytes(GemmV2Path path) {
   return path == GemmV2Path::kNvfp4 || path == GemmV2Path::kInt4Scaled ? 2 : 1;
 }

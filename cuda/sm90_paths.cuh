@@ -12,7 +12,8 @@
 namespace jax_w4a4::sm90 {
 
 // e2m1 with an e8m0 scale per 32: exponents folded into e5m2 on both sides, FP8 MMA.
-struct Mxfp4 {
+template <bool kSortedSigns>
+struct FoldedE2m1 {
   static constexpr Format kFormat = Format::kMxfp4;
   using Accumulator = float;
   static constexpr bool kPromote = false;
@@ -38,12 +39,18 @@ struct Mxfp4 {
   }
   static __device__ __forceinline__ void expand_word(uint32_t word, FoldTable table,
                                                      uint32_t& half0, uint32_t& half1) {
-    expand_e2m1_e5m2(word, table, half0, half1);
+    if constexpr (kSortedSigns) {
+      expand_e2m1_e5m2_sorted(word, table, half0, half1);
+    } else {
+      expand_e2m1_e5m2(word, table, half0, half1);
+    }
   }
   static __device__ __forceinline__ float scaled(float acc, const RowInputs& row, float token) {
     return acc * row.scale_lo * token * row.scale_hi;
   }
 };
+struct Mxfp4 : FoldedE2m1<false> {};
+struct Mxfp4Sorted : FoldedE2m1<true> {};  // of a prepared weight
 
 struct Mxfp4Promoted : Mxfp4 {
   static constexpr bool kPromote = true;

@@ -20,9 +20,8 @@ const void* quantize_v2_kernel_Int4Scaled(Source source, int chunks, int warps);
 namespace {
 
 const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) {
-  switch (path) {
+  switch (GemmV2ActPath(path)) {
     case GemmV2Path::kMxfp4:
-    case GemmV2Path::kMxfp4Promoted:
       return sm90::quantize_v2_kernel_Mxfp4(source, chunks, warps);
     case GemmV2Path::kNvfp4:
       return sm90::quantize_v2_kernel_Nvfp4(source, chunks, warps);
@@ -36,8 +35,9 @@ const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) 
       return sm90::quantize_v2_kernel_Int4Group128(source, chunks, warps);
     case GemmV2Path::kInt4Scaled:
       return sm90::quantize_v2_kernel_Int4Scaled(source, chunks, warps);
+    default:
+      return nullptr;
   }
-  return nullptr;
 }
 
 }  // namespace

@@ -333,7 +333,7 @@ __device__ __forceinline__ void prepare_weight_rows(const QuantizeV2Args& args, 
   }
 }
 
-// kPath kMxfp4 serves kMxfp4Promoted too: they read the same layout. `source`: args, or what they are for
+// kPath is a GemmV2ActPath. `source`: args, or what they are for
 // the token's group.
 template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps, class At>
 __device__ __forceinline__ void quantize_token(const QuantizeV2Args& args, const TokenArgs& source,

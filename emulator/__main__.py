@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--format", choices=("mxfp4", "nvfp4", "int4"), default="mxfp4")
     p.add_argument("--precision", choices=("fastest", "highest"))
     p.add_argument("--block", type=int, default=0, help="of int4: 64, 128; 0: all of K")
+    p.add_argument("--prepared", action="store_true", help="the weight's signs sorted; of mxfp4")
     p.add_argument("--shape", default="70x416x264", help="MxKxN")
     p.add_argument("--rank", type=int, default=0)
     p.add_argument("--cluster", type=int, default=1, choices=(1, 2), help="CTAs per cluster")
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cluster=args.cluster, clusters=args.clusters,
             stages=args.stages, exact=args.exact, fused=args.kernel == "sm90_quantize_v2",
             kernel="sm90_v1" if args.kernel == "sm90_gemm_v1" else "sm90_v2",
+            sign_order="sorted" if args.prepared else "linear",
         )  # fmt: skip
     print(f"{case}: {machine.plan_of(case)}")
     trace = (lambda line: print("  " + line)) if args.trace else None

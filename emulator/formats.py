@@ -57,6 +57,16 @@ def decode(raw: np.ndarray, name: str) -> np.ndarray:
     return table(name)[raw]
 
 
+def sort_signs(packed: np.ndarray) -> np.ndarray:
+    """Rows of e2m1 codes as a prepared weight has them: of every eight codes the odd ones take the
+    signs of the first four, the even ones those of the others."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1, 8)
+    signs = codes & 8
+    signs = np.stack([signs[..., 4:], signs[..., :4]], axis=-1).reshape(codes.shape)
+    codes = codes & 7 | signs
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).reshape(packed.shape)
+
+
 def encode_fp8(x: np.ndarray, name: str) -> np.ndarray:
     """fp32 to e4m3 or e5m2 bytes, to nearest even, saturating to the largest finite value."""
     values = table(name)[:128]

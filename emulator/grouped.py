@@ -74,7 +74,7 @@ def run(
     driver = kernels or product.host()
     found = plan_of(grouped)
     attrs = found.ffi_attrs()
-    each = operands or make_operands(grouped)
+    each = [product.stored(case, values) for values in operands or make_operands(grouped)]
     device = driver.device = Device(options)
     driver.set_clusters(case.clusters)
     buffers = {

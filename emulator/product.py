@@ -37,6 +37,7 @@ class Case:
       exact: data whose sums are exact in fp32 in any order.
       far: every ninth block of mxfp4 has a scale that is nothing beside its row's others, some
         of them zero.
+      sign_order: "sorted" gives the kernels a prepared weight of mxfp4; `make_operands` does not.
     """
 
     format: str = "mxfp4"
@@ -66,6 +67,7 @@ class Case:
     exact: bool = False
     far: bool = False
     seed: int = 0
+    sign_order: str = "linear"
 
     @property
     def path(self) -> plan.budget.V2Path:
@@ -114,6 +116,7 @@ def problem_of(case: Case) -> plan.Problem:
         k=case.k,
         lora_smoothed=False,
         precision=case.precision,
+        sign_order=case.sign_order,
     )
 
 
@@ -204,6 +207,13 @@ def make_operands(case: Case) -> dict[str, np.ndarray]:
     return out
 
 
+def stored(case: Case, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The operands as the kernels take them."""
+    if case.sign_order == "linear":
+        return operands
+    return operands | {"weight": formats.sort_signs(operands["weight"])}
+
+
 def _grid(rng: np.random.Generator, shape: tuple[int, int], exact: bool) -> np.ndarray:
     return rng.integers(-2, 3, shape) if exact else 0.3 * rng.standard_normal(shape)
 
@@ -286,7 +296,7 @@ def run(
     """
     driver = kernels or host()
     found = plan_of(case)
-    values = operands or make_operands(case)
+    values = stored(case, operands or make_operands(case))
     device = driver.device = Device(options)
     driver.set_clusters(case.clusters)  # as device number `clusters`, see entry_sm90.cc
     buffers = {name: device.array(value, name) for name, value in values.items()}

@@ -28,7 +28,7 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("W4A4_EMULATOR_CACHE", ROOT / "build" / "emulator"))
 
 
-# kMxfp4Promoted reads the layout of kMxfp4.
+# Paths with activations of their own (GemmV2ActPath); of those of the decode kernel.
 QUANTIZE_V2_PATHS = (
     "Mxfp4",
     "Nvfp4",
@@ -38,6 +38,7 @@ QUANTIZE_V2_PATHS = (
     "Int4Group128",
     "Int4Scaled",
 )
+DECODE_QUANTIZE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
 
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
@@ -200,7 +201,7 @@ def _host_sources(family: str, checked: bool) -> list[str]:
     gemms, decodes, groups = _instances(checked)
     names += [gemm_v2_name(path, tile) for path, tile in gemms]
     names += [decode_name(path, tile) for path, tile in decodes]
-    names += [decode_quantize_name(path) for path in plan.budget.DECODE_PATHS]
+    names += [decode_quantize_name(path) for path in DECODE_QUANTIZE_PATHS]
     names += [grouped_name(path, tile) for path, tile in groups]
     return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
 

@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--dtype", default="bfloat16", help="of x (default bfloat16)")
     explain.add_argument("--precision", choices=budget.PRECISIONS[1:], help="as of matmul")
+    explain.add_argument(
+        "--prepared", action="store_true", help="the weight as Weight.prepare() returns it"
+    )
     explain.add_argument("--out-dtype", help="of y (default: that of x)")
     explain.add_argument(
         "--accounting",
@@ -134,6 +137,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
             dtype=options.dtype,
             out_dtype=options.out_dtype,
             precision=options.precision,
+            prepared=options.prepared,
             target=target,
             **settings,
         )

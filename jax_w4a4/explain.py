@@ -153,8 +153,8 @@ def explain(
     and no JAX. Options: ``rank`` (0), ``format`` ("nvfp4"), ``block_size`` (the format's; None
     for whole-row int4), ``dtype`` ("bfloat16", of x), ``out_dtype`` (that of x), ``lora_dtype``
     ("bfloat16"), ``scale_dtype`` (the format's), ``precision`` (None), ``groups`` (0: one weight;
-    else weights of a grouped product), ``kernel``, and anything :func:`jax_w4a4.plan.solve` lets
-    one force.
+    else weights of a grouped product), ``prepared`` (False; as of `Weight.prepare`), ``kernel``,
+    and anything :func:`jax_w4a4.plan.solve` lets one force.
 
     Args:
       f: a callable or three integers M, K, N.
@@ -217,6 +217,7 @@ def _explain_shape(
     scale_dtype: str | None = None,
     precision: str | None = None,
     groups: int = 0,
+    prepared: bool = False,
     kernel: str | None = None,
     **forced: int,
 ) -> Explanation:
@@ -259,6 +260,7 @@ def _explain_shape(
         k=k,
         precision=precision,
         groups=groups,
+        sign_order="sorted" if prepared and format == "mxfp4" else "linear",
     )
     if target is None:
         target = targets.current()
@@ -436,6 +438,7 @@ def _problem_of(kind: str, eqn: Any) -> Problem:
         lora_smoothed=spec.lora_smoothed,
         precision=spec.precision,
         groups=groups,
+        sign_order=spec.sign_order,
     )
 
 
@@ -545,7 +548,8 @@ def _call_lines(call: Call) -> list[str]:
     lines = [
         f"{call.kind} {shape} ({'M x K' if call.kind == 'quantize' else 'M x K x N'}){groups}"
         f"{padded}, {p.format} {block}, rank {p.rank}, {p.x_dtype} -> {p.out_dtype}"
-        f"{f', precision {p.precision}' if p.precision else ''}{times}",
+        f"{f', precision {p.precision}' if p.precision else ''}"
+        f"{', prepared' if p.sign_order == 'sorted' else ''}{times}",
         f"{call.target.name} ({call.target.chip}): {call.status}",
     ]
     if call.plan is None:

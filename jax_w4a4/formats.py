@@ -15,6 +15,7 @@ explicitly. `docs/numerics.md` is the written contract.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ FORMATS: dict[str, Format] = {
 }
 
 ACT_RULES = ("rceil", "floor")
+SIGN_ORDERS = ("linear", "sorted")
 PRECISIONS = (None, "fastest", "highest")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -117,6 +119,8 @@ class Spec:
       lora_dtype: dtype name of lora_up, to which x @ lora_down is rounded.
       out_dtype: dtype name of the result.
       precision: None, "fastest" or "highest"; see `matmul`. What it permits is up to the kernel.
+      sign_order: "linear" or "sorted", where the weight keeps the signs of its codes
+        (`sort_signs`); activations are linear.
     """
 
     format: str
@@ -130,6 +134,7 @@ class Spec:
     lora_dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     precision: str | None = None
+    sign_order: str = "linear"
 
     @property
     def blocks(self) -> int:
@@ -245,6 +250,43 @@ def unpack(packed: Array) -> Array:
     """(..., K/2) bytes to (..., K) uint8 codes; inverse of `pack`."""
     pairs = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+# Where `sort_signs` moves the sign of nibble j of a 32-bit word, and by how many bits. Those of
+# nibbles 0..3 then are the top bits of bytes 0..3, where byte permutes by the magnitudes leave
+# their results, and those of nibbles 4..7 are four bits below.
+_SIGN_MOVES = tuple(
+    (4 * j + 3, 8 * j + 7) if j < 4 else (4 * j + 3, 8 * (j - 4) + 3) for j in range(8)
+)
+
+
+def sort_signs(packed: Array) -> Array:
+    """(..., bytes) of e2m1 codes with the signs of every eight of them permuted; see `_SIGN_MOVES`.
+
+    The bytes are a multiple of four per row, as in every `Weight`; magnitudes stay where they are.
+    """
+    return _move_signs(packed, _SIGN_MOVES)
+
+
+def unsort_signs(packed: Array) -> Array:
+    """Inverse of `sort_signs`."""
+    return _move_signs(packed, tuple((to, at) for at, to in _SIGN_MOVES))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _move_signs(packed: Array, moves: tuple[tuple[int, int], ...]) -> Array:
+    words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
+    words = lax.bitcast_convert_type(words, jnp.uint32)
+    out = words & np.uint32(0x7777_7777)
+    for at, to in moves:
+        bit = words & np.uint32(1 << at)
+        out = out | (bit << (to - at) if to > at else bit >> (at - to))
+    return lax.bitcast_convert_type(out, jnp.uint8).reshape(packed.shape)
+
+
+def linear_codes(packed: Array, sign_order: str) -> Array:
+    """Packed codes of either sign order in the public layout, even k in the low nibble."""
+    return unsort_signs(packed) if sign_order == "sorted" else packed
 
 
 def decode_e2m1(codes: Array) -> Array:
@@ -429,7 +471,13 @@ def quantize_blocks(v: Array, spec: Spec) -> tuple[Array, Array]:
 
 
 def dequantize_blocks(
-    packed: Array, scales: Array, format: str, block_size: int, *, unsigned: bool = False
+    packed: Array,
+    scales: Array,
+    format: str,
+    block_size: int,
+    *,
+    unsigned: bool = False,
+    sign_order: str = "linear",
 ) -> Array:
     """Codes times block scales as fp32 (..., K_pad), both exact, their product rounded once.
 
@@ -439,8 +487,9 @@ def dequantize_blocks(
       format: "nvfp4", "mxfp4" or "int4".
       block_size: values per scale (K_pad for a whole-row scale).
       unsigned: int4 codes are 0..15.
+      sign_order: of the codes.
     """
-    values = decode_codes(unpack(packed), format, unsigned)
+    values = decode_codes(unpack(linear_codes(packed, sign_order)), format, unsigned)
     blocks = values.reshape(*values.shape[:-1], values.shape[-1] // block_size, block_size)
     return (blocks * decode_scale(scales)[..., None]).reshape(values.shape)
 

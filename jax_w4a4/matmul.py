@@ -132,7 +132,8 @@ def quantize_activation(x: Array, w: Weight, *, implementation: str | None = Non
     dtype = x.dtype.name
     requested = _requested(implementation, "quantize_activation")
     packed, scales, lora_act = w4a4_quantize(
-        QuantizeCall(w.spec(dtype), *requested),
+        # Weights whose codes differ in sign_order alone share an activation.
+        QuantizeCall(w.spec(dtype).replace(sign_order="linear"), *requested),
         x,
         w.smooth,
         w.act_global_scale,
@@ -321,7 +322,8 @@ def _matmul_bwd(call: Call, residuals: tuple[Any, Weight], g: Array) -> tuple[An
         d["bias"] = jnp.sum(g, axis=lead)
     if w.channel_scale is not None:
         # y depends on it through alpha * acc, which is the product without the other terms.
-        bare = w.replace(lora_down=None, lora_up=None, channel_scale=None, bias=None)
+        # The kernels of an fp32 result read linear codes.
+        bare = w.linear().replace(lora_down=None, lora_up=None, channel_scale=None, bias=None)
         bare_x = x.replace(lora_act=None) if isinstance(x, Activation) else x
         # In fp32, which the kernel that the call names may not store.
         product = _matmul_vmap(call.replace(out_dtype="float32", kernel=None), bare_x, bare)

@@ -51,12 +51,17 @@ reads the artefact must import jax_w4a4; the target names carry the version of t
 
 def _register_for_export(cls: type) -> None:
     """Lets `jax.export` store functions that take or return the pytree."""
-    names = [field.name for field in dataclasses.fields(cls) if field.kw_only]
+    static = [field for field in dataclasses.fields(cls) if field.kw_only]
+    names = [field.name for field in static]
+    # What a file from before a field has no value for.
+    defaults = {f.name: f.default for f in static if f.default is not dataclasses.MISSING}
     jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"jax_w4a4.{cls.__name__}",
-        serialize_auxdata=lambda static: json.dumps(dict(zip(names, static, strict=True))).encode(),
-        deserialize_auxdata=lambda blob: tuple(json.loads(blob)[name] for name in names),
+        serialize_auxdata=lambda values: json.dumps(dict(zip(names, values, strict=True))).encode(),
+        deserialize_auxdata=lambda blob: tuple(
+            map((defaults | json.loads(blob)).__getitem__, names)
+        ),
     )
 
 
@@ -463,6 +468,7 @@ def _problem(spec: Spec, m: Any, n: int, rank: int, x_dtype: str, groups: int = 
         lora_smoothed=spec.lora_smoothed,
         precision=spec.precision,
         groups=groups,
+        sign_order=spec.sign_order,
     )
 
 

@@ -92,7 +92,7 @@ def gemm_ref(
       x_scales: (M, K_pad/block) of spec.scale_dtype.
       x_global_scale: (1,) or (0,) float32.
       lora_act: (M, R) of spec.lora_dtype.
-      w_packed: (N, K_pad/2) uint8.
+      w_packed: (N, K_pad/2) uint8, signs in spec.sign_order.
       w_scales: (N, K_pad/block) of spec.scale_dtype.
       w_global_scale: (1,) or (0,) float32.
       lora_up: (N, R) of spec.lora_dtype.
@@ -106,7 +106,9 @@ def gemm_ref(
     x = formats.dequantize_blocks(
         x_packed, x_scales, spec.format, spec.block_size, unsigned=spec.act_unsigned
     )
-    w = formats.dequantize_blocks(w_packed, w_scales, spec.format, spec.block_size)
+    w = formats.dequantize_blocks(
+        w_packed, w_scales, spec.format, spec.block_size, sign_order=spec.sign_order
+    )
     y = _dot(x, w, 1)
     if x_global_scale.shape[0] and w_global_scale.shape[0]:
         y = y * (x_global_scale * w_global_scale)[None, :]

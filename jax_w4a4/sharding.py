@@ -302,7 +302,9 @@ def _matmul_share(
             first = lax.axis_index(k_axes) == 0
             lora_act = jnp.where(first, lora_act, jnp.zeros_like(lora_act))
         x = dataclasses.replace(x, k=k, lora_act=lora_act)
-    part = run(call.replace(out_dtype="float32"), x, dataclasses.replace(w, k=k, bias=None))
+    # The kernels of an fp32 result read linear codes.
+    w_part = dataclasses.replace(w.linear(), k=k, bias=None)
+    part = run(call.replace(out_dtype="float32"), x, w_part)
     y = lax.psum(part, k_axes)
     if w.bias is not None:
         where = (0, y.ndim - 1) if _is_stacked(w) else (y.ndim - 1,)

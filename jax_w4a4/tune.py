@@ -27,6 +27,7 @@ def tune(
     rank: int = 32,
     dtype: Any = jnp.bfloat16,
     precision: str | None = None,
+    prepared: bool = False,
     path: str | os.PathLike | None = None,
     rounds: int = 5,
     **options: Any,
@@ -43,6 +44,7 @@ def tune(
       format, rank: of the weight, which is random.
       dtype: of x.
       precision: as of `matmul`.
+      prepared: tune for weights after `Weight.prepare()`, which have entries of their own.
       path: where to save the result as JSON.
       rounds: timed rounds per candidate, of which the median counts.
       **options: more keywords of `jax_w4a4.quantize`, `block_size` say.
@@ -70,7 +72,9 @@ def tune(
         )
     device = jax.devices()[0].device_kind
     found = tuple(
-        _tune_one(*_operands(shape, format, rank, dtype, options), precision, device, rounds)
+        _tune_one(
+            *_operands(shape, format, rank, dtype, options, prepared), precision, device, rounds
+        )
         for shape in shapes
     )
     plan.tuning.add(found)
@@ -95,7 +99,12 @@ def _checked(shapes: Any) -> list[tuple[int, int, int]]:
 
 
 def _operands(
-    shape: tuple[int, int, int], format: str, rank: int, dtype: Any, options: dict[str, Any]
+    shape: tuple[int, int, int],
+    format: str,
+    rank: int,
+    dtype: Any,
+    options: dict[str, Any],
+    prepared: bool = False,
 ) -> tuple[list[Array], list[Weight]]:
     """Operand sets that together don't fit the L2 cache."""
     m, k, n = shape
@@ -104,6 +113,7 @@ def _operands(
     xs = [jax.random.normal(key, (m, k), dtype) for key in jax.random.split(kx, copies)]
     # One round of the fit, and copies of one weight: the kernels cannot tell.
     w = quantize(jax.random.normal(kw, (n, k)), format, rank=rank, iterations=1, **options)
+    w = w.prepare() if prepared else w
     return xs, [jax.tree.map(jnp.copy, w) for _ in range(copies)]
 
 

@@ -42,7 +42,13 @@ TILE_M = 64
 # (M, N) in units of (tile_m, 128 weight rows): one tile; at most two per CTA of 132; many.
 TILES = {"one": (1, 1), "two": (13, 14), "many": (23, 26)}
 BLOCKS = ("one", "fewer", "as many", "one more", "many")
-FORMATS = ("mxfp4", "nvfp4", "int4 per row", "int4 in blocks")
+FORMATS = ("mxfp4", "nvfp4", "int4 per row", "int4 in blocks", "mxfp4 prepared")
+# What makes a cell of it beside the format's name.
+OPTIONS: dict[str, dict] = {
+    "int4 per row": {"block_size": None, "scale_dtype": "float32"},
+    "int4 in blocks": {"block_size": 32},
+    "mxfp4 prepared": {"sign_order": "sorted"},
+}
 
 
 def k_blocks(name: str, stages: int) -> int:
@@ -68,10 +74,6 @@ class Corner:
     def cell(self) -> Cell:
         step = 64 if self.format in ("nvfp4", "int4 in blocks") else 128
         m, n = TILES[self.tiles]
-        int4 = {
-            "int4 per row": {"block_size": None, "scale_dtype": "float32"},
-            "int4 in blocks": {"block_size": 32},
-        }
         return Cell(
             self.format.split()[0],
             self.rank,
@@ -83,7 +85,7 @@ class Corner:
             cluster=self.cluster,
             main_stages=self.stages,
             special=False,
-            **int4.get(self.format, {}),
+            **OPTIONS.get(self.format, {}),
         )
 
 
@@ -102,7 +104,6 @@ class DecodeCorner:
     def cell(self) -> Cell:
         step = 256 * gpu_parity.plan.budget.decode_shape(self.tile_n)[2]
         steps = max(k_blocks(self.blocks, self.stages) * self.cluster, self.cluster)
-        per_row = {"block_size": None, "scale_dtype": "float32"}
         return Cell(
             self.format.split()[0],
             self.rank,
@@ -114,7 +115,7 @@ class DecodeCorner:
             cluster=self.cluster,
             main_stages=self.stages,
             special=False,
-            **(per_row if self.format == "int4 per row" else {}),
+            **OPTIONS.get(self.format, {}),
         )
 
 

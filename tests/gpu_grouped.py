@@ -43,6 +43,7 @@ PATHS = {
     "Nvfp4Rounded": {"format": "nvfp4", "precision": "fastest"},
     "Int4Row": {"format": "int4", "block_size": None},
     "Int4Scaled": {"format": "int4", "block_size": 64},
+    "Mxfp4Sorted": {"format": "mxfp4", "sign_order": "sorted"},
 }
 RANKS = (0, 16, 48, 128, 256)
 SHAPES = ((600, 272), (77, 1000), (1032, 2056), (8, 64))  # (N, K)
@@ -95,7 +96,7 @@ def cells(paths: tuple[str, ...] = tuple(PATHS)) -> Iterator[Grouped]:
                     affine=turn % 5 != 0,
                     global_scales=turn % 3 == 0,
                     act_unsigned=PATHS[path]["format"] == "int4" and turn % 2 == 0,
-                    act_rule="floor" if path == "Mxfp4" and turn % 2 else "rceil",
+                    act_rule="floor" if path.startswith("Mxfp4") and turn % 2 else "rceil",
                     group_m=(None, 1, 3)[turn % 3],
                     main_stages=(None, 2)[turn // 4 % 2],
                     **PATHS[path],

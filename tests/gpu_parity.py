@@ -90,10 +90,12 @@ class Cell:
     quantizer: int | None = None
     promote_k: int | None = None
     precision: str | None = None
+    sign_order: str = "linear"  # "sorted": a prepared weight
 
     def __str__(self) -> str:
         shape = f"{self.format} r{self.rank} {self.m}x{self.k}x{self.n}"
         words = {"precision": self.precision} if self.precision else {}
+        words |= {"sign_order": self.sign_order} if self.sign_order != "linear" else {}
         words |= self.choices
         return " ".join([shape, *(f"{name}={value}" for name, value in words.items())])
 
@@ -163,6 +165,7 @@ V2_PATHS: dict[str, dict[str, Any]] = {
     "Int4Group64": {"format": "int4", "block_size": 64, "precision": "highest"},
     "Int4Group128": {"format": "int4", "block_size": 128, "precision": "highest"},
     "Int4Scaled": {"format": "int4", "block_size": 64},
+    "Mxfp4Sorted": {"format": "mxfp4", "sign_order": "sorted"},
 }
 
 
@@ -238,7 +241,7 @@ def v2_extra_cells(paths: Iterable[str] = tuple(V2_PATHS)) -> Iterator[Cell]:
                     global_scales=scale,
                     kernel="sm90_v2",
                 )
-    for path in sorted({"Mxfp4", "Mxfp4Promoted"} & set(paths)):
+    for path in sorted({"Mxfp4", "Mxfp4Promoted", "Mxfp4Sorted"} & set(paths)):
         for k in (3840, 15360) if path == "Mxfp4Promoted" else ():  # docs/numerics.md
             yield Cell(**V2_PATHS[path], rank=0, m=130, n=136, k=k, positive=True, kernel="sm90_v2")
         yield Cell(**V2_PATHS[path], rank=16, m=140, n=136, k=1056, spread=40, kernel="sm90_v2")
@@ -349,8 +352,8 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
             yield Cell(
                 **V2_PATHS[path], rank=16, m=40, n=136, k=1056, spread=spread, kernel="sm90_decode"
             )
-    if "Mxfp4" in paths:
-        yield Cell("mxfp4", 16, 40, 136, 1056, spread=40, kernel="sm90_decode")
+    for path in sorted({"Mxfp4", "Mxfp4Sorted"} & set(paths)):
+        yield Cell(**V2_PATHS[path], rank=16, m=40, n=136, k=1056, spread=40, kernel="sm90_decode")
     if "Int4Row" in paths:
         # Integer sums beyond 2^24, where their conversion to fp32 rounds.
         yield Cell("int4", 0, 30, 136, 61440, block_size=None, positive=True, kernel="sm90_decode")
@@ -474,6 +477,7 @@ def spec_of(cell: Cell) -> formats.Spec:
         out_dtype=cell.out_dtype,
         lora_dtype=cell.lora_dtype,
         lora_smoothed=cell.lora_smoothed,
+        sign_order=cell.sign_order,
     )
 
 
@@ -511,7 +515,7 @@ def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
         up = rng.standard_normal((cell.n, cell.rank)) / np.sqrt(cell.rank)
         parts["lora_down"] = jnp.asarray(down.astype(np.float32).astype(dt))
         parts["lora_up"] = jnp.asarray(up.astype(np.float32).astype(dt))
-    return Weight(
+    weight = Weight(
         packed,
         scales,
         format=cell.format,
@@ -522,6 +526,7 @@ def make_weight(cell: Cell, rng: np.random.Generator) -> Weight:
         act_rule=cell.act_rule,
         **parts,
     )
+    return weight.prepare() if cell.sign_order == "sorted" else weight
 
 
 def operands_of(w: Weight, spec: formats.Spec) -> tuple[list, list]:
@@ -565,6 +570,7 @@ def problem_of(cell: Cell, spec: formats.Spec, n: int | None = None) -> plan.Pro
         k=spec.k,
         lora_smoothed=spec.lora_smoothed,
         precision=cell.precision,
+        sign_order=spec.sign_order,
     )
 
 
@@ -629,6 +635,7 @@ V2_SUM = {
     "Int4Group64": 2.0**-15,
     "Int4Group128": 2.0**-15,
     "Int4Scaled": 2.0**-15,
+    "Mxfp4Sorted": 2.0**-11,
 }
 # What the rounding of both operands to fp16 adds, 2^-11 of each value and as much of each float32
 # scale.
@@ -728,8 +735,10 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     def fused(x, *operands):
         return primitives.matmul_p.bind(x, *operands, **params)
 
-    # As the public functions plan it: without a gemm.
-    for_codes = {**params, "plan": plan.solve(problem_of(cell, spec, n=0), "sm_90")}
+    # As the public functions plan it: without a gemm, whatever the order of the weight's codes.
+    alone_spec = spec.replace(sign_order="linear")
+    alone_plan = plan.solve(problem_of(cell, alone_spec, n=0), "sm_90")
+    for_codes = {**params, "spec": alone_spec, "plan": alone_plan}
 
     def halves(x, smooth, x_gs, down, *weight):
         xp, xs, la = primitives.quantize_p.bind(x, smooth, x_gs, down, **for_codes)
@@ -768,6 +777,13 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         compared = range(4) if same_sums else (1, 2)
         same = all(same_bits(first[i], split[i]) for i in compared)
         split_same = check(same, "fused call differs from its halves")
+
+    if cell.sign_order == "sorted":
+        as_linear = dataclasses.replace(cell, sign_order="linear")
+        of_linear = {**params, "spec": alone_spec, "plan": solve(as_linear, alone_spec)}
+        twin = jax.jit(lambda *operands: primitives.matmul_p.bind(*operands, **of_linear)[0])
+        operands = (xj, *for_quantize, *operands_of(w.linear(), spec)[1])
+        check(same_bits(y, np.asarray(twin(*operands))), "y differs from that of linear codes")
 
     # Quantizer, every row: against the reference on the CPU. XLA's GPU division is not correctly
     # rounded, so there the reference can be one place off in 1 / smooth.

@@ -148,6 +148,14 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return (codes[:, 0::2] + 16 * codes[:, 1::2]).astype(np.uint8)
 
 
+def linear(packed: np.ndarray) -> np.ndarray:
+    """A prepared weight's bytes in the public order: of every eight codes, those at odd places hold
+    the signs of the first four, those at even places the signs of the others."""
+    codes = np.stack([packed % 16, packed // 16], axis=-1).reshape(-1, 8)
+    signs = np.concatenate([codes[:, 1::2], codes[:, 0::2]], axis=1) & 8
+    return pack(codes & 7 | signs).reshape(packed.shape)
+
+
 def decode(packed: np.ndarray, scales: np.ndarray, format: str, unsigned=False) -> np.ndarray:
     """Packed bytes (rows, K_pad/2) and scales (any float dtype) to float64 values (rows, K_pad)."""
     packed = np.asarray(packed)
@@ -223,7 +231,10 @@ class Operands:
     def of(cls, weight) -> Operands:
         """The arrays of a `jax_w4a4.Weight`."""
         fields = {f.name: getattr(weight, f.name) for f in dataclasses.fields(cls)}
-        return cls(**{n: np.asarray(v) if hasattr(v, "shape") else v for n, v in fields.items()})
+        arrays = {n: np.asarray(v) if hasattr(v, "shape") else v for n, v in fields.items()}
+        if weight.sign_order == "sorted":
+            arrays["packed"] = linear(arrays["packed"])
+        return cls(**arrays)
 
 
 def smoothed(x: np.ndarray, w: Operands) -> np.ndarray:

@@ -209,22 +209,31 @@ class DecodeTest(parameterized.TestCase):
         device = decode.measure(chain(0.004, 0.1), 1, False)
         self.assertFalse(device["host_bound"], device)
 
+    @parameterized.parameters(("mxfp4", "sorted"), ("mxfp4 highest", "linear"), ("nvfp4", "linear"))
+    def test_weights_are_prepared_where_there_are_kernels_for_them(self, name, order):
+        (layer,) = (cases.prepared(layer) for layer in cases.LAYERS if layer.name == name)
+        _, w = cases.random_layer(jax.random.key(0), shapes.Shape(4, 64, 32, 16), layer)
+        self.assertEqual(w.sign_order, order)
+
     def test_stacks_exceed_the_cache(self):
         for k, n in decode.LAYERS:
             layers = decode.layers_of(shapes.Shape(1, k, n, 32))
             self.assertGreaterEqual(layers, 16)
             self.assertGreater(layers * k * n * 17 / 32, 3 * 60e6)
 
-    def test_run_and_picture(self):
+    @parameterized.parameters(((), True), (("--linear",), False))
+    def test_run_and_picture(self, flags, prepared):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
             arguments = ["--shapes", "64x128", "--rows", "1", "4", "--rounds", "1"]
-            arguments += ["--turns", "2"]
+            arguments += ["--turns", "2", *flags]
             with mock.patch.object(decode, "layers_of", lambda _: 2):
                 self.assertEqual(decode.main([*arguments, "--json", str(path)]), 0)
             result = json.loads(path.read_text())
         self.assertEqual({row["m"] for row in result["rows"]}, {1, 4})
         self.assertIn("matmul mxfp4", {row["route"] for row in result["rows"]})
+        ours = [row for row in result["rows"] if row["route"].startswith("matmul ")]
+        self.assertEqual({row["prepared"] for row in ours}, {prepared})
         for row in result["rows"]:
             self.assertEqual((row["layers"], row["turns"]), (2, 2))
             self.assertAlmostEqual(row["dispatch_us"], 4 * row["us"])

@@ -249,6 +249,11 @@ def compiled_decode_tiles():
     return {path: sorted(map(int, tiles.split())) for path in paths.split()}
 
 
+def kind_of(mode):
+    """What makes a call of it: a precision, or "prepared" for a weight whose signs are sorted."""
+    return {"sign_order": "sorted"} if mode == "prepared" else {"precision": mode}
+
+
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory):
     if COMPILER is None:
@@ -519,13 +524,14 @@ class PlanCase(HostTest):
         kernel="sm90_v1",
         precision=None,
         groups=0,
+        sign_order="linear",
         **kw,
     ):
         spec = formats.Spec(format, k_pad, k_pad, block, scale)
         half = "bfloat16"
         problem = plan.Problem(
             m, 300, k_pad, rank, format, block, half, half, half, scale, precision=precision,
-            groups=groups,
+            groups=groups, sign_order=sign_order,
         )  # fmt: skip
         target = "sm_100" if kernel.startswith("sm100") else "sm_90"
         return plan.solve(problem, target, kernel=kernel, **kw).ffi_attrs(), spec.ffi_attrs()
@@ -655,6 +661,7 @@ class PlanChecks(PlanCase):
             ("mxfp4", None, "Mxfp4"),
             ("mxfp4", "highest", "Mxfp4Promoted"),
             ("int4", (None, None), "Int4Row"),
+            ("mxfp4", "prepared", "Mxfp4Sorted"),
         ),
         cluster=(1, 2),
         rank=(0, 16, 256),
@@ -663,7 +670,7 @@ class PlanChecks(PlanCase):
     def test_every_v2_plan_is_accepted(self, path, cluster, rank, quantizer):
         format, mode, path = path
         group, precision = mode if format == "int4" else (None, mode)
-        kind = {"precision": precision} | ({"group": group} if format == "int4" else {})
+        kind = kind_of(precision) | ({"group": group} if format == "int4" else {})
         k_pad = {128: 384, 64: 448}.get(group, 416)
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
@@ -682,12 +689,13 @@ class PlanChecks(PlanCase):
             ("mxfp4", None, "Mxfp4"),
             ("int4", None, "Int4Row"),
             ("int4", 64, "Int4Scaled"),
+            ("mxfp4", "prepared", "Mxfp4Sorted"),
         ),
         rank=(0, 16, 256),
     )
     def test_every_grouped_plan_is_accepted(self, path, rank):
         format, mode, path = path
-        kind = {"group": mode} if format == "int4" else {"precision": mode}
+        kind = {"group": mode} if format == "int4" else kind_of(mode)
         for tile_m, main_stages in itertools.product(compiled_tiles("GROUPED")[path], (None, 2)):
             stages = {} if main_stages is None else {"main_stages": main_stages}
             with self.subTest(tile_m=tile_m, main_stages=main_stages):
@@ -904,28 +912,27 @@ class DecodePlanChecks(PlanCase):
 
     PATHS = (
         ("mxfp4", None), ("nvfp4", None), ("nvfp4", "fastest"), ("int4", None),
+        ("mxfp4", "prepared"),
     )  # fmt: skip
 
-    def decode_attrs(self, format="mxfp4", rank=32, k_pad=1056, precision=None, m=9, **kw):
+    def decode_attrs(self, format="mxfp4", rank=32, k_pad=1056, mode=None, m=9, **kw):
         block, scale = {
             "nvfp4": (16, "float8_e4m3fn"),
             "mxfp4": (32, "float8_e8m0fnu"),
             "int4": (k_pad, "float16"),
         }[format]
         return self.attrs(
-            format, rank, m, k_pad, block, scale, kernel="sm90_decode", precision=precision, **kw
+            format, rank, m, k_pad, block, scale, kernel="sm90_decode", **kind_of(mode), **kw
         )
 
     @parameterized.product(path=PATHS, rank=(0, 16, 256), cluster=(1, 2), quantizer=(None, 1, 2))
     def test_every_decode_plan_is_accepted(self, path, rank, cluster, quantizer):
-        format, precision = path
+        format, mode = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), (1, 12, 30, 64)):
             with self.subTest(tile_n=tile_n, m=m):
                 try:
-                    attrs = self.decode_attrs(
-                        format, rank, 2080, precision, m, tile_n=tile_n, **forced
-                    )
+                    attrs = self.decode_attrs(format, rank, 2080, mode, m, tile_n=tile_n, **forced)
                 except plan.DoesNotFitError:
                     continue
                 self.compile(*attrs, rank)()
@@ -1049,6 +1056,12 @@ class PtxasGate(parameterized.TestCase):
         body = re.search(r"function\(w4a4_kernels.*?endfunction", text, re.S).group()
         self.assertIn("ptxas_gate.py", body)
         self.assertRegex(body, r"-Xptxas=-v,--warn-on-spills,--warning-as-error")
+
+    def test_path_codes_are_those_of_the_planner(self):
+        text = (ROOT / "cuda" / "sm90_gemm_v2.h").read_text()
+        body = re.search(r"enum class GemmV2Path.*?};", text, re.S).group()
+        codes = {name: int(code) for name, code in re.findall(r"k(\w+) = (\d+)", body)}
+        self.assertEqual(codes, {p.name: p.code for p in plan.budget.V2_PATHS.values()})
 
     def test_compiled_tiles_are_those_of_the_planner(self):
         paths = plan.budget.V2_PATHS.values()

@@ -41,6 +41,20 @@ class ExportTest(parameterized.TestCase):
         with self.assertRaises(ValueError):
             again.call(self.x, self.w.replace(lora_smoothed=True))
 
+    def test_a_file_from_before_a_static_field(self):
+        """What it lacks has its default; a prepared weight stays one."""
+        w = cases.weight(N, K, "mxfp4")
+        blob = bytes(export.export(jax.jit(matmul))(self.x, w).serialize())
+        field = b', "sign_order": "linear"'
+        self.assertIn(field, blob)
+        old = blob.replace(field, b" " * len(field))
+        again = export.deserialize(bytearray(old))
+        np.testing.assert_array_equal(again.call(self.x, w), jax.jit(matmul)(self.x, w))
+        with self.assertRaises(ValueError):
+            again.call(self.x, w.prepare())
+        prepared = round_trip(jax.jit(matmul), self.x, w.prepare())
+        np.testing.assert_array_equal(prepared.call(self.x, w.prepare()), again.call(self.x, w))
+
     def test_activation_as_result_and_argument(self):
         quantize = round_trip(jax.jit(quantize_activation), self.x, self.w)
         act = quantize.call(self.x, self.w)

@@ -117,6 +117,14 @@ class InitTest(parameterized.TestCase):
             variables["w4a4"]["weight"].packed, expected["w4a4"]["weight"].packed
         )
 
+    def test_prepared_weight(self):
+        layer = Dense(N, format="mxfp4", rank=RANK)
+        variables = layer.init(jax.random.key(0), inputs(1))
+        prepared = {**variables, "w4a4": {"weight": variables["w4a4"]["weight"].prepare()}}
+        np.testing.assert_array_equal(
+            layer.apply(prepared, inputs(7)), layer.apply(variables, inputs(7))
+        )
+
     def test_quantize_kwargs(self):
         """Options of quantize go through."""
         layer = Dense(N, format="int4", rank=0, quantize_kwargs={"block_size": 32})

@@ -119,6 +119,13 @@ class OutputTest(parameterized.TestCase):
         self.assertIsInstance(activation, jax_w4a4.Activation)
         np.testing.assert_array_equal(layer(activation), layer(x))
 
+    def test_prepared_weight(self):
+        """The same layer with the weight as the kernels read it fastest."""
+        layer = Linear.from_linear(dense(), format="mxfp4", rank=RANK)
+        prepared = Linear.from_weight(layer.as_weight().prepare())
+        self.assertEqual(prepared.as_weight().sign_order, "sorted")
+        np.testing.assert_array_equal(prepared(inputs(7)), layer(inputs(7)))
+
     def test_drawn_from_rngs(self):
         """Without a float layer the kernel comes from kernel_init and is then quantized."""
         kernels = []

@@ -64,6 +64,11 @@ class ValueTest(parameterized.TestCase):
         y = jitted(x, w, jnp.asarray(sizes))
         self.assertLess(cases.error(y, looped(x, w, sizes)), 2e-6)
 
+    def test_prepared_weights_give_the_same_bits(self):
+        w = stack(format="mxfp4")
+        x, sizes = cases.activation(M, K, dtype="bfloat16"), jnp.asarray(SIZES["ragged"])
+        np.testing.assert_array_equal(jitted(x, w.prepare(), sizes), jitted(x, w, sizes))
+
     @parameterized.parameters(
         dict(full=False, rank=0),
         dict(lora_smoothed=True),

@@ -36,6 +36,60 @@ def loss(x, leaves, w, target):
 grads = jax.jit(jax.grad(loss, argnums=(0, 1)))
 
 
+class PreparedTest(parameterized.TestCase):
+    """A prepared weight gives the bits that it gave before, through every transformation."""
+
+    def setUp(self):
+        super().setUp()
+        self.w = cases.weight(N, K, "mxfp4")
+        self.p = self.w.prepare()
+        self.x = cases.activation(2, 3, K, dtype="bfloat16")
+
+    @parameterized.named_parameters(
+        ("eager", matmul),
+        ("jit", jitted),
+        ("vmap", jax.vmap(matmul, in_axes=(0, None))),
+        ("shared", lambda x, w: matmul(quantize_activation(x, w), w)),
+        ("prepared_inside", jax.jit(lambda x, w: matmul(x, w.prepare()))),
+    )
+    def test_same_bits(self, f):
+        np.testing.assert_array_equal(f(self.x, self.p), f(self.x, self.w))
+        self.assertLess(cases.error(f(self.x, self.p), cases.expected(self.x, self.p)), 3e-3)
+
+    def test_stacks(self):
+        """scan over layers and vmap over weights."""
+        stack = jax.tree.map(lambda *a: jnp.stack(a), self.w, cases.weight(N, K, "mxfp4", seed=5))
+
+        def scanned(w):
+            return lax.scan(lambda c, w: (c, matmul(self.x, w)), 0, w)[1]
+
+        mapped = jax.vmap(matmul, in_axes=(None, 0))
+        np.testing.assert_array_equal(scanned(stack.prepare()), scanned(stack))
+        np.testing.assert_array_equal(mapped(self.x, stack.prepare()), mapped(self.x, stack))
+
+    def test_gradients(self):
+        x, target = cases.activation(5, K), cases.activation(5, N, seed=3)
+        want = grads(x, trainable(self.w), self.w, target)
+        got = grads(x, trainable(self.p), self.p, target)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    def test_weights_share_an_activation_whatever_their_order(self):
+        """One quantizer in the program: its parameters do not name the order."""
+
+        def quantize(x, w):
+            return jax.make_jaxpr(lambda x, w: quantize_activation(x, w).packed)(x, w)
+
+        self.assertEqual(str(quantize(self.x, self.p)), str(quantize(self.x, self.w)))
+
+    def test_what_has_no_kernel_says_how_to_go_on(self):
+        for options in ({"precision": "highest"}, {"preferred_element_type": jnp.float32}):
+            with self.assertRaisesRegex(NotImplementedError, r"use w\.linear\(\), which undoes"):
+                matmul(self.x, self.p, implementation="cuda", **options)
+            with plan.recording() as plans:
+                matmul(self.x, self.p, **options)
+            self.assertEmpty(plans)
+
+
 class ValueTest(parameterized.TestCase):
     """The operator computes what the independent numpy model says."""
 

@@ -730,6 +730,66 @@ class GroupedPlanTest(parameterized.TestCase):
 MEASURED = pathlib.Path(__file__).parents[1] / "bench" / "results" / "sm90_v2_tiles_h200.json"
 
 
+class PreparedTest(parameterized.TestCase):
+    """Weights whose signs are sorted have kernels of their own; all else is as for linear ones."""
+
+    LINEAR = dict(format="mxfp4", k=4096, n=4096, rank=32)
+
+    @parameterized.parameters(
+        ({"m": 1}, "sm90_decode"), ({"m": 64}, "sm90_decode"), ({"m": 65}, "sm90_v2"),
+        ({"m": 4352}, "sm90_v2"), ({"m": None}, "sm90_v2"),
+        ({"m": 512, "groups": 64}, "sm90_grouped"), ({"m": 8192, "groups": 8}, "sm90_grouped"),
+    )  # fmt: skip
+    def test_the_plan_differs_in_the_path_alone(self, changes, kernel):
+        linear, prepared = (
+            plan.solve(problem(**self.LINEAR, **changes, sign_order=order), "sm_90")
+            for order in ("linear", "sorted")
+        )
+        self.assertEqual(prepared.kernel, kernel)
+        path = budget.V2_PATHS["Mxfp4Sorted"]
+        self.assertEqual(prepared.ffi_attrs(), linear.ffi_attrs() | {"path": path.code})
+        self.assertIn(path.why, prepared.reasons)
+
+    @parameterized.parameters(
+        ({"precision": "highest"}, None, "with precision 'highest' is not built"),
+        ({"precision": "highest", "groups": 4}, None, "sm90_grouped.*'highest' is not built"),
+        ({"out_dtype": "float32"}, None, "sm90_v1: .*signs are sorted.*sm90_v2: .*is float32"),
+        ({"out_dtype": "float32"}, "sm90_v2", "sm90_v2 cannot take .*is float32, .* only; use"),
+        ({}, "sm90_v1", "sm90_v1 cannot take this problem: .*signs are sorted"),
+    )
+    def test_refused_with_the_way_out(self, changes, kernel, message):
+        p = problem(**self.LINEAR, m=128, sign_order="sorted")
+        p = dataclasses.replace(p, **changes)
+        with self.assertRaisesRegex(NotImplementedError, rf"(?s){message}.*w\.linear\(\)"):
+            plan.solve(p, "sm_90", kernel=kernel)
+
+    @parameterized.parameters(1, 4352)
+    def test_blackwell_reads_linear_codes(self, m):
+        p = problem(**self.LINEAR, m=m, sign_order="sorted")
+        with self.assertRaisesRegex(NotImplementedError, r"sm_100 .*signs are sorted.*w\.linear"):
+            plan.solve(p, "sm_100")
+
+    def test_a_quantizer_alone_reads_no_weight(self):
+        p = problem(**self.LINEAR | {"n": 0}, m=8, sign_order="sorted")
+        linear = dataclasses.replace(p, sign_order="linear")
+        self.assertEqual(
+            plan.solve(p, "sm_90").ffi_attrs(), plan.solve(linear, "sm_90").ffi_attrs()
+        )
+
+    @parameterized.parameters(("nvfp4", "sorted"), ("mxfp4", "shuffled"))
+    def test_unknown(self, format, order):
+        with self.assertRaisesRegex(ValueError, f"jax_w4a4.plan: sign_order '{order}' of {format}"):
+            problem(format=format, sign_order=order)
+
+    def test_tuned_apart(self):
+        p = problem(**self.LINEAR, m=4352)
+        entry = plan.tuning.Tuned("sm_90", p, (("tile_m", 64),), 1.0, 2.0, "a test")
+        with plan.tuning.using([entry]):
+            self.assertEqual(plan.solve(p, "sm_90").tile_m, 64)
+            prepared = dataclasses.replace(p, sign_order="sorted")
+            self.assertNotEqual(plan.solve(prepared, "sm_90").tile_m, 64)
+
+
 class MeasuredPathsTest(parameterized.TestCase):
     """The choice of tile on the other paths of sm90_v2 against an H200."""
 

@@ -205,6 +205,23 @@ class MatmulTest(parameterized.TestCase):
             self.assertEqual(census(f.lower(row, w).compile()), {})
             self.assertLess(cases.error(f(row, w), matmul(x[0, 0], self.w)), 1e-6)
 
+    @layouts(("data_n", "data_k"))
+    def test_prepared(self, kind, name):
+        """Shards of a prepared weight are prepared: their sums under K read linear codes."""
+        x_spec, where, collectives, _ = LAYOUTS[name]
+        mesh = make_mesh(kind)
+        linear = cases.weight(N, K, "mxfp4", rank=16)
+        with context(kind, mesh):
+            x = jax.device_put(self.x.astype(jnp.bfloat16), NamedSharding(mesh, x_spec))
+            w, p = (place_weight(w, mesh, where) for w in (linear, linear.prepare()))
+            np.testing.assert_array_equal(w.prepare().packed, p.packed)
+            f = jax.jit(lambda x, w: matmul(x, w))
+            with plan.recording() as plans:
+                self.assertEqual(census(f.lower(x, p).compile()), collectives)
+            np.testing.assert_array_equal(f(x, p), f(x, w))
+        orders = {p.problem.sign_order for p in plans if p.problem.n < N or name == "data_k"}
+        self.assertEqual(orders, {"linear" if name == "data_k" else "sorted"})
+
     @parameterized.named_parameters(*BOTH)
     def test_bias_and_rank_count_once_under_k(self, kind):
         """A weight of zero codes: what remains of y is exactly the bias, or the low-rank term."""

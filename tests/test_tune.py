@@ -204,6 +204,12 @@ class SweepTest(parameterized.TestCase):
         leaves = jax.tree.leaves((xs, ws))
         self.assertLen({leaf.unsafe_buffer_pointer() for leaf in leaves}, len(leaves))
 
+    @parameterized.parameters((False, "linear"), (True, "sorted"))
+    def test_prepared_weights_are_tuned_apart(self, prepared, order):
+        xs, ws = _operands((4, 64, 48), "mxfp4", 16, jnp.bfloat16, {}, prepared)
+        call = functools.partial(jax_w4a4.matmul, implementation="cuda")
+        self.assertEqual(_plan_of(call, xs[0], ws[0]).problem.sign_order, order)
+
     def test_precision_reaches_the_problem(self):
         w = jax_w4a4.quantize(jnp.ones((32, 32)), rank=0)
         call = functools.partial(jax_w4a4.matmul, implementation="cuda", precision="fastest")

@@ -29,7 +29,8 @@ class Dense(linen.Module):
     ``"w4a4"`` holds ``weight``, a :class:`jax_w4a4.Weight` without them. So
     ``jax.grad(lambda params: model.apply({"params": params, "w4a4": frozen}, x)...)`` never
     meets codes or scales. Under ``nn.scan`` and ``nn.vmap`` list ``"w4a4"`` in
-    ``variable_axes`` next to ``"params"``.
+    ``variable_axes`` next to ``"params"``. Hopper's kernels read MXFP4 fastest from a prepared
+    weight: replace ``weight`` by ``weight.prepare()`` in the collection, once.
 
     Attributes:
       features: N, the number of output features.

@@ -63,6 +63,7 @@ __all__ = [
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
 PRECISIONS = (None, "fastest", "highest")
+SIGN_ORDERS = ("linear", "sorted")
 
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
     {
@@ -94,6 +95,7 @@ class Problem:
       lora_smoothed: LoRA-down reads the smoothed x.
       precision: None, ``"fastest"`` or ``"highest"``; see :func:`jax_w4a4.matmul`.
       groups: weights of a grouped call, among which the rows are divided; 0 for one weight.
+      sign_order: ``"linear"``, or ``"sorted"`` (mxfp4 only) after ``Weight.prepare``.
     """
 
     m: int | None
@@ -110,6 +112,7 @@ class Problem:
     lora_smoothed: bool = False
     precision: str | None = None
     groups: int = 0
+    sign_order: str = "linear"
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -119,6 +122,13 @@ class Problem:
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"jax_w4a4.plan: unknown precision {self.precision!r}; expected one of {PRECISIONS}"
+            )
+        if self.sign_order not in SIGN_ORDERS or (
+            self.sign_order == "sorted" and self.format != "mxfp4"
+        ):
+            raise ValueError(
+                f"jax_w4a4.plan: sign_order {self.sign_order!r} of {self.format}; expected "
+                "'linear', or 'sorted' with mxfp4"
             )
         for name, least in (
             ("m", 0), ("n", 0), ("rank", 0), ("k_pad", 1), ("block_size", 1), ("groups", 0),
@@ -470,6 +480,17 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 why="each code times its block scale is rounded to fp16; precision='highest' keeps "
                 "the product exact",
             ),
+            V2Path(
+                "Mxfp4Sorted",
+                9,
+                "e5m2",
+                1,
+                "power of two",
+                _V2_TILES,
+                "peak_fp8",
+                _GROUPED_TILES,
+                why="prepared weight, signs sorted: 7 instead of 9 instructions for eight codes",
+            ),
         )
     }
 )
@@ -478,7 +499,9 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
 def v2_path(problem: Problem) -> V2Path | None:
     """How sm90_v2 multiplies the problem's format, None if it has no code for it."""
     if problem.format == "mxfp4":
-        return V2_PATHS["Mxfp4Promoted" if problem.precision == "highest" else "Mxfp4"]
+        if problem.precision == "highest":
+            return None if problem.sign_order == "sorted" else V2_PATHS["Mxfp4Promoted"]
+        return V2_PATHS["Mxfp4Sorted" if problem.sign_order == "sorted" else "Mxfp4"]
     if problem.format == "nvfp4":
         return V2_PATHS["Nvfp4Rounded" if problem.precision == "fastest" else "Nvfp4"]
     if problem.block_size == problem.k_pad:
@@ -619,7 +642,7 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
 # Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage.
 _DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
 DECODE_TOKENS = (8, 16, 32, 64)
-DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
+DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
 # Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
 _DECODE_IN_FLIGHT = 98304
 

@@ -95,6 +95,8 @@ _V2_COLUMN_S = {
     "Int4Group128": 3.08e-9,
     "Int4Scaled": 1.73e-9,
 }
+# Paths that take the constants of another, without measurements of their own.
+_V2_FITTED_AS = {"Mxfp4Sorted": "Mxfp4"}
 # Seconds per token of one step of 32 ranks, and of the epilogue that no MMA hides. Same data.
 _V2_RANK_S = 1.3e-9
 _V2_EPILOGUE_S = 5e-9
@@ -486,6 +488,8 @@ def _design(
 ) -> tuple[Design, tuple[str, ...]]:
     """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
+    if problem.sign_order == "sorted":
+        way_out = "use w.linear(), which undoes w.prepare(), or implementation='xla'"
     if problem.groups:
         return _grouped_design(problem, target, kernel, way_out), ()
     if kernel is None:
@@ -503,7 +507,14 @@ def _design(
             reasons.append((name, why))
         few = problem.m is not None and problem.m <= _FEW_ROWS
         told = [(name, why) for name, why in reasons if name != "sm90_decode" or few]
-        return budget.DESIGNS[last], tuple(f"kernel {last} instead of {n}: {w}" for n, w in told)
+        design = budget.DESIGNS[last]
+        if (lacks := _order_lacks(problem, design)) is not None:
+            others = "".join(f", {name}: {why}" for name, why in told)
+            raise NotImplementedError(
+                f"jax_w4a4.plan: no kernel for {target.name} takes this: {design.name}: "
+                f"{lacks}{others}; {way_out}"
+            )
+        return design, tuple(f"kernel {last} instead of {n}: {w}" for n, w in told)
     design = budget.DESIGNS[kernel]
     if target.cc not in design.ccs:
         raise ValueError(
@@ -537,6 +548,10 @@ def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_ou
 
 
 def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
+    if (lacks := _order_lacks(problem, design)) is not None:
+        raise NotImplementedError(
+            f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {lacks}; {way_out}"
+        )
     if design.name in ("sm90_v1", "sm100_v1"):
         return design
     if design.grouped:
@@ -547,9 +562,12 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
     if design.private_layout:
         why = _decode_lacks(problem) if design.decode else _v2_lacks(problem)
         if why is not None:
+            # Others read linear codes only.
+            linear = problem.sign_order == "linear"
+            other = "plan with kernel=None, which takes another kernel here, or " if linear else ""
             raise NotImplementedError(
-                f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {why}; plan with "
-                f"kernel=None, which takes another kernel here, or {way_out}"
+                f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {why}; "
+                f"{other}{way_out}"
             )
         return design
     if design.name == "sm100_v2":
@@ -573,9 +591,18 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
     return design
 
 
+def _order_lacks(problem: Problem, design: Design) -> str | None:
+    """Why a design can't read the codes' sign order, None if it can."""
+    if problem.n and problem.sign_order == "sorted" and not design.private_layout:
+        return "it has no path for a prepared weight, whose signs are sorted"
+    return None
+
+
 def _v2_lacks(problem: Problem) -> str | None:
     """What sm90_v2 has no code for, None if it can run the problem."""
     path = budget.v2_path(problem)
+    if path is None and problem.format == "mxfp4":
+        return "a prepared weight with precision 'highest' is not built"
     if path is None:
         return f"int4 in blocks of {problem.block_size} with precision 'highest' is not built yet"
     if path.name == "Int4Row" and problem.k_pad > _V2_MOST_INT4_K:
@@ -624,8 +651,8 @@ def _decode_lacks(problem: Problem) -> str | None:
     if problem.n == 0:
         return "N is 0"
     path = budget.v2_path(problem)
-    if path is None or path.name not in budget.DECODE_PATHS:
-        return f"it has no path {path.name if path else 'for this block size'}"
+    if path is not None and path.name not in budget.DECODE_PATHS:
+        return f"it has no path {path.name}"
     return _v2_lacks(problem)
 
 
@@ -968,9 +995,10 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
     where = _schedule(design, problem, config, target)
     path = budget.v2_path(problem)
     assert path is not None, problem
-    columns = config.tile_m + _V2_FIXED_ROWS[path.name]
+    fitted = _V2_FITTED_AS.get(path.name, path.name)
+    columns = config.tile_m + _V2_FIXED_ROWS[fitted]
     exposed = _LOAD_LATENCY_S / config.main_stages if config.main_stages else math.inf
-    step = max(columns * _V2_COLUMN_S[path.name], exposed)
+    step = max(columns * _V2_COLUMN_S[fitted], exposed)
     ranks = max(config.tile_m * _V2_RANK_S, exposed)
     tile = -(-problem.k_pad // config.tile_k) * step + config.tile_m * _V2_EPILOGUE_S
     if problem.rank:

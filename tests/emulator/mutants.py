@@ -28,6 +28,7 @@ PLAIN = Case("mxfp4", 70, 200, 288, 32, clusters=1, stages=2)
 PAIR = Case("mxfp4", 70, 200, 288, 32, cluster=2, clusters=1, stages=2)
 MANY = Case("mxfp4", 130, 264, 160, 32, clusters=1, stages=3)
 EXACT = Case("mxfp4", 70, 200, 288, 32, clusters=1, exact=True)
+PREPARED = dataclasses.replace(EXACT, sign_order="sorted")
 NVFP4 = Case("nvfp4", 70, 136, 208, 32, clusters=1, exact=True)
 INT4 = Case("int4", 70, 136, 288, 0, clusters=1, exact=True)
 ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
@@ -234,6 +235,8 @@ MUTANTS = (
         "Wgmma<kTileM>::ss_bf16(acc, up + 2, act);")),
     _m("sign permutation", "arithmetic", EXACT, "cells",
        (EXPAND, "prmt(word, shifted, 0x1504)", "prmt(word, shifted, 0x1540)")),
+    _m("signs of the second half", "arithmetic", PREPARED, "cells",
+       (EXPAND, "word << 4 & 0x80808080u", "word & 0x80808080u")),
     _m("smallest magnitude becomes zero", "arithmetic", EXACT, "cells",
        (EXPAND, "lo_(0x0A080400u - base * 0x04040400u)", "lo_(0x0A080000u - base * 0x04040400u)")),
     _m("fold keeps flushed blocks' neighbours", "arithmetic", EXACT, "cells",

@@ -20,6 +20,7 @@ PATHS = (
     Case("nvfp4", precision="fastest"),
     Case("int4"),
     Case("int4", block=32),
+    Case("mxfp4", sign_order="sorted"),
 )
 # Where groups begin and end: tails, empty groups at each end and inside, rows of no group, one
 # group of all rows, none at all, more groups than lanes of a warp.
@@ -82,6 +83,17 @@ class Grouped(parameterized.TestCase):
         )
         first, second = (run(case, policy, seed) for seed in range(2))
         for a, b in zip(first, second, strict=True):
+            np.testing.assert_array_equal(a.y, b.y)
+
+    @parameterized.parameters(16, 64)
+    def test_a_prepared_weight_gives_the_same_bits(self, tile_m):
+        case = Case("mxfp4", 73, 264, 288, 32, fused=True, tile_m=tile_m, clusters=3)
+        linear, prepared = (
+            run(GroupedCase(dataclasses.replace(case, sign_order=order), (0, 3, 40, 40, 70)),
+                "random", 0)
+            for order in ("linear", "sorted")
+        )  # fmt: skip
+        for a, b in zip(linear, prepared, strict=True):
             np.testing.assert_array_equal(a.y, b.y)
 
     @parameterized.product(down_cluster=(1, 2, 4), rank=(16, 128, 256))
