@@ -49,6 +49,16 @@ class ExplainTest(parameterized.TestCase):
         self.assertIn("float16 -> float32", out)
         self.assertIn("tile 32x128", out)
 
+    @parameterized.parameters(("mxfp4", True), ("nvfp4", False))
+    def test_prepared(self, format, differs):
+        """As of `Weight.prepare()`, which leaves other formats as they are."""
+        command = f"explain 1 4096 4096 --target sm_90 --format {format}".split()
+        linear, prepared = (run(*command, *extra) for extra in ((), ("--prepared",)))
+        self.assertEqual((linear[0], prepared[0]), (0, 0))
+        self.assertEqual("bfloat16, prepared\n" in prepared[1], differs)
+        self.assertEqual("signs sorted" in prepared[1], differs)
+        self.assertEqual(linear[1] != prepared[1], differs)
+
     def test_json(self):
         status, out, _ = run(*"explain 128 128 96 --target sm_90 --json".split())
         self.assertEqual(status, 0)

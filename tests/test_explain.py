@@ -292,6 +292,22 @@ class StatusTest(parameterized.TestCase):
             found = explain(f, x_like(M, K), weight(), target=target)
             self.assertEqual(found.calls[0].plan.kernel, "sm90_v1")
 
+    def test_prepared_weight(self):
+        """Its path, and where there is none the way out, on the target asked for."""
+        packed = jnp.zeros((N, K // 2), jnp.uint8)
+        scales = jnp.zeros((N, K // 32), jnp.float8_e8m0fnu)
+        w = Weight.from_packed(packed, scales, format="mxfp4").prepare()
+        found = explain(matmul, x_like(M, K), w, target="sm_90")
+        self.assertEqual(found.calls[0].plan.ffi_attrs()["path"], 9)
+        self.assertIn("mxfp4 block 32, rank 0, bfloat16 -> bfloat16, prepared\n", str(found))
+        for f, target in (
+            (functools.partial(matmul, precision="highest"), "sm_90"), (matmul, "sm_100")
+        ):  # fmt: skip
+            (call,) = explain(f, x_like(M, K), w, target=target).calls
+            self.assertIsNone(call.plan)
+            self.assertEqual(call.problem.sign_order, "sorted")
+            self.assertIn("use w.linear()", call.status)
+
     def test_target_without_design(self):
         """A function can be explained for a chip without kernels; a bare shape can not."""
         found = explain(matmul, x_like(M, K), weight(), target="sm_120")
