@@ -144,8 +144,8 @@ class TestDecode:
         assert dict(seen) == want
 
     def test_main_and_low_rank_loops(self, kernels):
-        """A warpgroup's share of a stage of K, all of it in one loop; the low-rank product is on
-        mma.sync."""
+        """A warpgroup's share of a stage of K, all of it in one loop; mxfp4 has a second one for
+        blocks that flush (kMayKnow in sm90_decode.cuh). The low-rank product is on mma.sync."""
         for name, code in kernels.items():
             match = DECODE.search(name)
             if match is None:
@@ -155,8 +155,9 @@ class TestDecode:
             k = 16 if opcode == "HGMMA" else 32
             _, groups, boxes = budget.decode_shape(int(match[3]))
             main = [(opcode, int(match[2]), k, types)] * (256 * boxes // groups // k)
-            assert main in inner_loops(code), name
-            assert len(mmas(code)) == len(main), name
+            loops = 2 if path.operand == "e5m2" and int(match[3]) > 32 else 1
+            assert all(loop == main for loop in inner_loops(code)), name
+            assert len(mmas(code)) == loops * len(main), name
             assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
 
     def test_results_of_the_launch_before_are_read_after_the_wait(self, kernels):
