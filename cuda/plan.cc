@@ -406,16 +406,17 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
   const Region whole[] = {
       {"main ring", 0, ring, ring, 1, 1024},
       {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
-       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad, p.cluster), 1},
+       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad, p.cluster), 1, 1024},
       {"act_scale", p.off_act_scale, p.bytes_act_scale,
        GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
       {"lora_act", p.off_lora_act, p.bytes_lora_act,
        rank > 0 || p.cluster > 1 ? slab : 0, 1},
       {"aux", p.off_aux, p.bytes_aux, p.tile_n * kGemmV2RowInputBytes, 1},
-      {"barriers", p.off_barriers, p.bytes_barriers, 16 * p.main_stages, 1},
+      {"barriers", p.off_barriers, p.bytes_barriers,
+       DecodeBarrierBytes(p.main_stages), 1},
       // Over the ring, once that is through, never over the others.
       {"store", p.off_store, p.bytes_store,
-       slab * DecodeShapeOf(p.tile_n).k_groups, 1},
+       DecodePartialBytes(p.tile_m, p.tile_n), 1},
   };
   if (p.stage_bytes < 1 || p.stage_bytes % 1024 != 0 ||
       p.stage_bytes > p.smem_bytes) {

@@ -10,18 +10,6 @@ namespace jax_w4a4::sm100 {
 
 using namespace sm90;
 
-__device__ __forceinline__ bool elect_one() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xFFFFFFFF;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(elected));
-  return elected != 0;
-}
-
 // Writes the first of `columns` columns to shared memory. A whole warp of every CTA of the group.
 template <int kGroup>
 __device__ __forceinline__ void tmem_alloc(uint32_t dst, uint32_t columns) {

@@ -55,8 +55,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.stages = p.stages;
   a.stage_bytes = p.smem.stage_bytes;
   a.off_act = p.smem.act;
-  a.scale_pitch = static_cast<int>(
-      DecodeScalePitch(path, p.tile_n, p.k_pad, p.splits));
+  a.scale_boxes = static_cast<int>(
+      DecodeScaleBoxes(path, p.tile_n, p.k_pad, p.splits));
   a.off_scales = p.smem.scales;
   a.off_rows = p.smem.rows;
   a.off_tokens = p.smem.tokens;
@@ -71,11 +71,19 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   TensorMaps maps;
   maps.Encode("packed", &a.weight, {p.weight, p.n, p.k_pad / 2, u8, 1}, p.tile_n,
               sm90::kBoxBytes, swizzle);
-  maps.Encode(
+  const int piece = sm90::kBoxBytes / width;
+  maps.EncodePieces(
       "activation", &a.act,
       {p.act, p.m, columns,
        width == 1 ? u8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, width},
-      tile_m, sm90::kBoxBytes / width, swizzle);
+      tile_m, piece, DecodeTileK(p.tile_n) / piece, swizzle);
+  // Rows of the matrix have to be whole 16 bytes for the copy engine; others come another way.
+  a.scale_map = block > 0 && a.rows.scale_blocks % 16 == 0;
+  if (a.scale_map) {
+    maps.Encode("weight_scale", &a.scales,
+                {p.row_inputs.weight_scale, p.n, a.rows.scale_blocks, u8, 1},
+                p.tile_n, kDecodeScaleBox, swizzle);
+  }
   if (maps.refused() != nullptr) {
     return {cudaErrorInvalidValue, maps.refused(), 0};
   }

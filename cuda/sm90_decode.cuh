@@ -14,12 +14,12 @@
 // Shared memory per CTA, every offset and count given by the plan:
 //   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
 //   partial sums k groups x kTokens x (kRows + 4) fp32, over the ring once it is through
-//   scales       all block scales of the CTA's rows, row r at r * scale_pitch
+//   scales       all block scales of the CTA's rows: boxes of 128 bytes x tile_n, 128-byte swizzle
 //   rows         tile_n RowInputs
 //   tokens       kTokens fp32 scales
 //   addend       kTokens x (kRows + 4) fp32, the low-rank product; with two CTAs of the tokens that this
 //                one finishes, and in the place of the others what the peer has of this one's
-//   barriers     16 x stages
+//   barriers     16 x stages, 8 for the scales
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,7 +48,8 @@ constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
 
 struct DecodeArgs : Watched {
   CUtensorMap weight;  // packed (N, K/2) bytes, box 128 x tile_n, 128-byte swizzle
-  CUtensorMap act;     // (M, bytes of K), box 128 bytes x kTokens, 128-byte swizzle
+  CUtensorMap act;     // (pieces of 128 bytes of K, M, 128), box of a stage, 128-byte swizzle
+  CUtensorMap scales;  // (N, blocks) bytes, box 128 x tile_n, 128-byte swizzle; with scale_map
   RowInputsArgs rows;
   const float* token_scale;
   const __nv_bfloat16* lora_act;
@@ -61,7 +62,8 @@ struct DecodeArgs : Watched {
   int tile_n;  // weight rows, a multiple of 8
   // From the plan.
   int stages, stage_bytes;
-  int scale_pitch;
+  int scale_boxes;
+  bool scale_map;  // block scales come by the copy engine
   int off_act;  // inside a stage
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
 };
@@ -104,11 +106,16 @@ struct Division {
   // Of K per warpgroup and stage: what one fragment's worth of a path covers, Path::kStageK.
   static constexpr int kRecords = kStageK / kGroups / Path::kStageK;
   static constexpr int kBoxRecords = kDecodeBoxK / Path::kStageK;
+  static constexpr int kScaleBytes = kGroups * kRecords * Path::kStageScales;  // of a row and stage
   static constexpr int kPitch = kRows + 4;  // floats; a quad's tokens lie in different banks
   static_assert(kRows == kMostRows && kRecords * Path::kStageK * kGroups == kStageK);
 };
 
 // ---- load ----
+
+__device__ __forceinline__ uint32_t scale_barrier(const DecodeArgs& args, uint32_t smem) {
+  return smem + args.off_barriers + 16 * args.stages;
+}
 
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_weights(const DecodeArgs& args, uint32_t slot, uint32_t full,
@@ -125,42 +132,96 @@ template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_activations(const DecodeArgs& args, uint32_t slot,
                                                  uint32_t full, int step) {
   using D = Division<Path, kRows>;
-  constexpr int kRecords = D::kGroups * D::kRecords;
-#pragma unroll
-  for (int i = 0; i < kRecords; ++i) {
-    tma_load_2d(slot + args.off_act + i * kTokens * kBoxBytes, &args.act, full,
-                (step * kRecords + i) * Path::kStageK, 0);
+  tma_load_3d(slot + args.off_act, &args.act, full, 0, 0, step * D::kGroups * D::kRecords);
+}
+
+// The CTA's share of its rows' block scales.
+struct ScaleShare {
+  int first;   // block of the matrix
+  int blocks;  // of a row of the matrix from there on
+  int bytes;   // that the CTA uses, zeros past `blocks`
+};
+
+template <class Path, int kRows>
+__device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const Share& share) {
+  constexpr int kStepBytes = Division<Path, kRows>::kScaleBytes;
+  const int first = share.first_step * kStepBytes;
+  return {first, args.rows.scale_blocks - first, share.steps * kStepBytes};
+}
+
+// Stages of weights that are asked for at once, and how many by the time that the block scales are there.
+// What the launch before reads stands in the same queues: with all stages asked for at once its product came
+// 1 to 1.5 us later, and with K above 4096 it takes so long that memory would stand still without the second
+// batch (us of both launches with 1 or 2, 4 and 6 stages in it, MXFP4, M = 1 and 16: 4096x4096 7.2 7.8 7.8,
+// 7.6 7.9 7.9; 14336x4096 13.4 12.7 13.1, 14.8 13.7 14.2; 16384x16384 39.6 38.8 38.9, 42.7 41.8 42.1).
+template <int kTokens>
+__device__ __forceinline__ int first_stages(const DecodeArgs& args, const Share& share) {
+  const int most = kTokens > 16 || share.steps >= 8 ? 2 : 1;
+  return min(min(most, args.stages), share.steps);
+}
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ int early_stages(const DecodeArgs& args, const Share& share) {
+  if (args.steps * Division<Path, kRows>::kStageK <= 4096) return first_stages<kTokens>(args, share);
+  return min(min(4, args.stages), share.steps);
+}
+
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ uint32_t stage_bytes(int tile_n) {
+  using D = Division<Path, kRows>;
+  return D::kBoxes * tile_n * kBoxBytes + D::kGroups * D::kRecords * kTokens * kBoxBytes;
+}
+
+// The weights of stages into their slots, which nothing has been in.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void load_stages(const DecodeArgs& args, uint32_t smem, const Ring& ring,
+                                            const Share& share, int begin, int end) {
+  for (int step = begin; step < end; ++step) {
+    mbarrier_arrive_expect_tx(ring.full(step), stage_bytes<Path, kTokens, kRows>(args.tile_n));
+    load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, ring.full(step),
+                                       share.first_step + step, share.n0);
   }
+}
+
+// What need not wait for the launch before. The weights may be results of XLA operations before this
+// call: those ended before the first kernel of this handler began, which is launched without the
+// dependent attribute, and every kernel of the handler begins after that one. So only what the handler's
+// own kernels write needs the wait.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void load_early(const DecodeArgs& args, uint32_t smem, const Ring& ring,
+                                           const Share& share) {
+  if (Path::kStageScales > 0 && args.scale_map) {
+    // Nothing is multiplied before all of them are there.
+    const uint32_t barrier = scale_barrier(args, smem);
+    const uint32_t box_bytes = args.tile_n * kDecodeScaleBox;
+    const int first = scale_share<Path, kRows>(args, share).first;
+    mbarrier_arrive_expect_tx(barrier, args.scale_boxes * box_bytes);
+    for (int box = 0; box < args.scale_boxes; ++box) {
+      tma_load_2d(smem + args.off_scales + box * box_bytes, &args.scales, barrier,
+                  first + box * kDecodeScaleBox, share.n0);
+    }
+  }
+  load_stages<Path, kTokens, kRows>(args, smem, ring, share, 0, first_stages<kTokens>(args, share));
 }
 
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                      const Share& share) {
-  using D = Division<Path, kRows>;
-  const uint32_t bytes = D::kBoxes * args.tile_n * kBoxBytes +
-                         D::kGroups * D::kRecords * kTokens * kBoxBytes;
-  const int n0 = share.n0;
-  const int first = share.first_step;
+  const int early = early_stages<Path, kTokens, kRows>(args, share);
+  const int first = first_stages<kTokens>(args, share);
+  if (Path::kStageScales > 0 && args.scale_map && first < early) {
+    watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
+  }
+  load_stages<Path, kTokens, kRows>(args, smem, ring, share, first, early);
   RingState stage;
-  // The weights may be results of XLA operations before this call: those ended before the first kernel
-  // of this handler began, which is launched without the dependent attribute, and every kernel of the
-  // handler begins after that one. So only what the handler's own kernels write needs the wait.
-  const int early = min(args.stages, share.steps);
-  for (int step = 0; step < early; ++step) {
-    const uint32_t full = ring.acquire(stage, bytes);
-    load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, full, first + step, n0);
-    ring.advance(stage);
-  }
   grid_dependency_wait();
-  for (int step = 0; step < early; ++step) {
-    load_activations<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, ring.full(step),
-                                           first + step);
-  }
-  for (int step = early; step < share.steps; ++step) {
-    const uint32_t full = ring.acquire(stage, bytes);
+  for (int step = 0; step < share.steps; ++step) {
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
-    load_weights<Path, kTokens, kRows>(args, slot, full, first + step, n0);
-    load_activations<Path, kTokens, kRows>(args, slot, full, first + step);
+    const uint32_t full = ring.full(stage);
+    if (step >= early) {
+      ring.acquire(stage, stage_bytes<Path, kTokens, kRows>(args.tile_n));
+      load_weights<Path, kTokens, kRows>(args, slot, full, share.first_step + step, share.n0);
+    }
+    load_activations<Path, kTokens, kRows>(args, slot, full, share.first_step + step);
     ring.advance(stage);
   }
 }
@@ -196,82 +257,66 @@ struct ScaleWalk {
   }
 };
 
-// The CTA's share of its rows' block scales.
-struct ScaleShare {
-  const uint8_t* from;  // first row and block of the matrix
-  int blocks;           // of a row of the matrix from there on
-  int bytes;            // that the CTA uses, zeros past `blocks`
-};
+// Where 16 bytes of the block scales of a row lie.
+__device__ __forceinline__ uint32_t scale_place(const DecodeArgs& args, uint32_t smem, int row,
+                                                int piece) {
+  return smem + args.off_scales + (piece / 8 * args.tile_n + row) * kDecodeScaleBox +
+         (piece % 8 ^ row % 8) * 16;
+}
 
-// Block scales of all rows on their way into shared memory, where everything is in flight at once and
-// takes no register: they compete with the weights that the load warp asks for, and what is asked for
-// after those comes 4 us later.
+// Block scales of all rows where the copy engine can't fetch them, in pieces of kBytes.
 template <int kBytes>
-__device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleShare& share,
-                                            uint32_t scales, int rows, int warp, int lane) {
+__device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleShare& share, int n0,
+                                            uint32_t smem, int warp, int lane) {
   const int bytes = (share.bytes + 15) / 16 * 16;  // as find_extremes reads them
   for (ScaleWalk<kBytes> at(bytes, warp, lane); at.more(args.tile_n, lane); at.advance(lane)) {
     if (at.row >= args.tile_n || at.piece >= at.pieces) continue;
-    const uint8_t* from =
-        share.from + static_cast<int64_t>(min(at.row, rows - 1)) * args.rows.scale_blocks;
-    const uint32_t to = scales + at.row * args.scale_pitch + at.piece * kBytes;
     const int offset = at.piece * kBytes;
+    const int row = min(n0 + at.row, args.n - 1);
+    const uint8_t* from =
+        args.rows.weight_scales + static_cast<int64_t>(row) * args.rows.scale_blocks + share.first;
+    const uint32_t to = scale_place(args, smem, at.row, offset / 16) + offset % 16;
+    const bool inside = offset < share.blocks;
     if constexpr (kBytes == 1) {
-      store_shared_u8(to, offset < share.blocks ? __ldg(from + offset) : 0);
+      store_shared_u8(to, inside ? __ldg(from + offset) : 0);
     } else {
-      const bool inside = offset < share.blocks;
       copy_async<kBytes>(to, from + (inside ? offset : 0), inside);
     }
   }
 }
 
-// The largest block scale of each row into the place of its RowInputs, in the lower half of a word, and
-// what the least lacks to 255 in the upper one. A lane reads what it copied itself, if that was in pieces
-// of 16 bytes, past the matrix's last block too.
-template <int kMask>
-__device__ __forceinline__ void find_extremes(const DecodeArgs& args, const ScaleShare& share,
-                                              uint32_t smem, int warp, int lane) {
-  constexpr uint32_t kBytes = kMask * 0x10001u;
+// The largest block scale of a row, and the least where that counts.
+struct Extremes {
+  int most, least;
+};
+
+// By the lanes of a row, this one being `lane` of kLanes; all of them get it. Bytes are compared as the
+// upper halves of 16 bits, where the lower ones do not matter.
+template <Format kFormat, int kLanes>
+__device__ __forceinline__ Extremes find_extremes(const DecodeArgs& args, const ScaleShare& share,
+                                                  uint32_t smem, int row, int lane) {
+  constexpr uint32_t kBytes = kScaleMask<kFormat> * 0x01010101u;
   const int bytes = min(share.bytes, share.blocks);  // that count
-  constexpr int kBatch = 4;  // shuffles of as many pieces overlap
-  for (ScaleWalk<16> walk(share.bytes, warp, lane); walk.more(args.tile_n, lane);) {
-    uint32_t found[kBatch];
-    ScaleWalk<16> at = walk;
+  uint32_t most = 0, least = 0xFFFFFFFF;
+  for (int piece = lane; piece * 16 < bytes; piece += kLanes) {
+    const uint4 raw = load_shared_v4(scale_place(args, smem, row, piece));
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      uint32_t most = 0, lack = 0;  // two halves, of even and odd bytes
-      if (at.row < args.tile_n && at.piece < at.pieces) {
-        const uint4 raw = load_shared_v4(smem + args.off_scales + at.row * args.scale_pitch +
-                                         at.piece * 16);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (at.piece * 16 + 4 * i >= bytes) continue;
-          most = __vmaxu2(most, __vmaxu2(words[i] & kBytes, words[i] >> 8 & kBytes));
-          lack = __vmaxu2(lack, __vmaxu2(~words[i] & 0xFF00FF, ~words[i] >> 8 & 0xFF00FF));
-        }
-      }
-      found[b] = __vmaxu2(prmt(most, lack, 0x5410), prmt(most, lack, 0x7632));
-      at.advance(lane);
-    }
-    for (int step = 1 << walk.log_lanes >> 1; step > 0; step >>= 1) {
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        found[b] = __vmaxu2(found[b], __shfl_xor_sync(0xFFFFFFFFu, found[b], step));
-      }
-    }
-    // One lane keeps a row, piece after piece.
-    const bool keeps = walk.first(lane) == 0;
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const uint32_t place = smem + args.off_rows + walk.row * 16;
-      if (keeps && walk.row < args.tile_n) {
-        store_shared_u32(place, walk.piece == 0 ? found[b]
-                                                : __vmaxu2(found[b], load_shared_u32(place)));
-      }
-      walk.advance(lane);
+    for (int i = 0; i < 4; ++i) {
+      if (piece * 16 + 4 * i >= bytes) continue;
+      const uint32_t word = words[i] & kBytes;
+      most = __vmaxu2(most, __vmaxu2(word, word << 8));
+      if (kFormat == Format::kMxfp4) least = __vminu2(least, __vminu2(word, word << 8));
     }
   }
+  // One number whose halves grow.
+  const uint32_t lack = ~least;
+  uint32_t found = __vmaxu2(prmt(most, lack, 0x7531) & 0xFF00FF, prmt(most, lack, 0x7531) >> 8 & 0xFF00FF);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    found = __vmaxu2(found, __shfl_xor_sync(0xFFFFFFFFu, found, step));
+  }
+  return {static_cast<int>(found & 0xFFFF), 0xFF - static_cast<int>(found >> 16)};
 }
 
 // RowInputs::base of a row of sm90_decode in shared memory: of mxfp4 the lower half, with whether one of
@@ -296,55 +341,48 @@ __device__ __forceinline__ bool some_flush(const DecodeArgs& args, uint32_t smem
 }
 
 // What the multiply warps do while the launch before may still be running: block scales and RowInputs
-// into shared memory. `begun` runs when the first loads are on their way.
+// into shared memory. `begun` makes the barriers of the load warp known.
 template <class Path, int kRows, class Begun>
 __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem,
                                              const Share& share, int warp, int lane, Begun begun) {
-  using D = Division<Path, kRows>;
   const int n0 = share.n0;
-  const int row = warp * 32 + lane;
-  const uint32_t place = smem + args.off_rows + row * 16;
-  const auto write = [&](const RowInputs& v) {
-    store_shared_v4(place, make_uint4(__float_as_uint(v.scale_lo), __float_as_uint(v.scale_hi),
-                                      __float_as_uint(v.bias), v.base));
+  const int thread = warp * 32 + lane;
+  const auto write = [&](int row, const RowInputs& v) {
+    store_shared_v4(smem + args.off_rows + row * 16,
+                    make_uint4(__float_as_uint(v.scale_lo), __float_as_uint(v.scale_hi),
+                               __float_as_uint(v.bias), v.base));
   };
   if constexpr (Path::kStageScales == 0) {
     begun();
-    if (row < args.tile_n) write(int4_row_inputs(args.rows, min(n0 + row, args.n - 1)));
-  } else {
-    constexpr int kStepBytes = D::kStageK / Path::kStageK * Path::kStageScales;
-    const int first = share.first_step * kStepBytes;
-    const int blocks = args.rows.scale_blocks;
-    const ScaleShare scales = {
-        args.rows.weight_scales + static_cast<int64_t>(n0) * blocks + first, blocks - first,
-        share.steps * kStepBytes};
-    const uint32_t to = smem + args.off_scales;
-    const int rows = args.n - n0;
-    const bool whole = blocks % 16 == 0 && first % 16 == 0;
-    if (whole) {
-      copy_scales<16>(args, scales, to, rows, warp, lane);
-    } else if (blocks % 4 == 0) {
-      copy_scales<4>(args, scales, to, rows, warp, lane);
+    if (thread < args.tile_n) {
+      write(thread, int4_row_inputs(args.rows, min(n0 + thread, args.n - 1)));
     }
-    RowFactors factors = {};
-    if (row < args.tile_n) factors = row_factors(args.rows, min(n0 + row, args.n - 1));
+  } else {
+    constexpr int kLanes = kMultiplyThreads / kRows;  // of a row
+    const int row = thread / kLanes;
+    const ScaleShare scales = scale_share<Path, kRows>(args, share);
+    const bool words = args.rows.scale_blocks % 4 == 0;
+    if (!args.scale_map && words) copy_scales<4>(args, scales, n0, smem, warp, lane);
+    const RowFactors factors = row_factors(args.rows, min(n0 + row, args.n - 1));
     begun();
-    if (blocks % 4 != 0) copy_scales<1>(args, scales, to, rows, warp, lane);
-    wait_copies();
-    // Other lanes' pieces, unless they were copied as they are read.
-    if (!whole) named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
-    // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
-    find_extremes<kScaleMask<Path::kFormat>>(args, scales, smem, warp, lane);
-    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    if (args.scale_map) {
+      watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
+    } else {
+      if (!words) copy_scales<1>(args, scales, n0, smem, warp, lane);
+      wait_copies();
+      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    }
+    // The same for all lanes of a row, and eight rows' of a warp.
     if (row < args.tile_n) {
-      const uint32_t found = load_shared_u32(place);
-      RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found & 0xFFFF);
+      // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
+      const Extremes found =
+          find_extremes<Path::kFormat, kLanes>(args, scales, smem, row, thread % kLanes);
+      RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found.most);
       if constexpr (kMayFlush<Path>) {
-        const int least = 0xFF - static_cast<int>(found >> 16);
-        const bool flushes = typename Path::RowFold(v.base).flushes(least);
+        const bool flushes = typename Path::RowFold(v.base).flushes(found.least);
         v.base = (v.base & 0xFFFF) | flushes << 16;
       }
-      write(v);
+      if (thread % kLanes == 0) write(row, v);
     }
   }
   named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
@@ -393,10 +431,12 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   for (int h = 0; h < D::kHalves; ++h) {
     const int row = group8[h] * 8 + g;
     weight[h] = box + row * kBoxBytes + in_row;
-    scales[h] = smem + args.off_scales + row * args.scale_pitch + record * Path::kStageScales +
-                q * (Path::kStageScales / 4);
+    // Row % 8 is g, which the swizzle adds to the number of 16 bytes.
+    scales[h] = smem + args.off_scales + row * kDecodeScaleBox +
+                (g * 16 ^ (record * Path::kStageScales + q * (Path::kStageScales / 4)));
     fold[h] = typename Path::RowFold(
         base_of<Path>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
+    if constexpr (kMayFlush<Path>) fold[h].keep();
   }
   const uint32_t act = smem + args.off_act + record * kTokens * kBoxBytes;
 
@@ -406,17 +446,17 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
   RingState stage;
   for (int step = 0; step < steps; ++step) {
-    uint32_t scale[D::kRecords][2];
+    // The stage's scales: in which box, and where in it.
+    const uint32_t scale = step * D::kScaleBytes;
+    const uint32_t box = scale / kDecodeScaleBox * (args.tile_n * kDecodeScaleBox);
+    uint32_t block_scale[D::kRecords][2];
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
 #pragma unroll
       for (int h = 0; h < D::kHalves; ++h) {
-        scale[r][h] = load_scale<Path>(scales[h] + r * Path::kStageScales);
+        block_scale[r][h] = load_scale<Path>((scales[h] ^ scale % kDecodeScaleBox) + box +
+                                             r * Path::kStageScales);
       }
-    }
-#pragma unroll
-    for (int h = 0; h < D::kHalves; ++h) {
-      scales[h] += D::kGroups * D::kRecords * Path::kStageScales;
     }
     ring.wait_full(stage);
     const uint32_t slot = stage.slot * args.stage_bytes;
@@ -427,14 +467,14 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
       if constexpr (D::kHalves == 2) {
         packed1 = Path::load_packed((weight[1] + slot) ^ (r * Path::kWeightBytes));
       }
-      auto table0 = table<0, kFlush>(fold[0], scale[r][0]);
-      auto table1 = table<0, kFlush>(fold[1], scale[r][D::kHalves - 1]);
+      auto table0 = table<0, kFlush>(fold[0], block_scale[r][0]);
+      auto table1 = table<0, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
       const uint64_t b = matrix_descriptor<kBoxBytes>(act + slot + r * kTokens * kBoxBytes);
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
         if (s == 2 && Path::kLaneBlocks == 2) {
-          table0 = table<1, kFlush>(fold[0], scale[r][0]);
-          table1 = table<1, kFlush>(fold[1], scale[r][D::kHalves - 1]);
+          table0 = table<1, kFlush>(fold[0], block_scale[r][0]);
+          table1 = table<1, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
         }
         Path::expand(packed0, s, table0, a[s][0], a[s][2]);
         if constexpr (D::kHalves == 2) Path::expand(packed1, s, table1, a[s][1], a[s][3]);
@@ -445,7 +485,8 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
         wgmma_commit();
         // The next fragment's registers are free. After the last one the slot goes back at once, though
         // no MMA is then in flight while the next stage is waited for: what bounds many tokens is how
-        // soon a slot is filled again (8192x8192, M = 64, three stages: 15.9 us, 18.5 a step later).
+        // soon a slot is filled again (8192x8192, three stages at M = 64: 15.1 us, 15.9 when it goes back
+        // behind the first MMA of the next stage; 11.9 and 11.6 at M = 1, 11.7 and 12.1 at 4096x14336, M = 16).
         if (s == 3 && r == D::kRecords - 1) {
           wgmma_wait<0>();
           ring.release<1>(stage.slot, lane);
@@ -674,14 +715,14 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     return;
   }
   if (warp == kLoadWarp) {
-    if (lane == 0) {
-      prefetch_tensor_map(&args.weight);
-      prefetch_tensor_map(&args.act);
+    if (elect_one()) {
       ring.init(kMultiplyWarps);
+      mbarrier_init(scale_barrier(args, smem), 1);
       fence_mbarrier_init();
+      load_early<Path, kTokens, kRows>(args, smem, ring, share);
     }
     __syncthreads();
-    if (lane == 0) load<Path, kTokens, kRows>(args, smem, ring, share);
+    if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {
     __syncthreads();

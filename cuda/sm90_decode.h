@@ -56,24 +56,32 @@ constexpr int64_t DecodeActBytes(GemmV2Path path, int64_t tile_m,
 constexpr int64_t DecodeCtaSteps(int64_t tile_n, int64_t k_pad, int64_t splits) {
   return (DecodeSteps(tile_n, k_pad) + splits - 1) / splits;
 }
-// Block scales of a CTA's row from one row to the next: whole 16 bytes, an odd number
-// of them, so that eight rows lie in different banks.
-constexpr int64_t DecodeScalePitch(GemmV2Path path, int64_t tile_n, int64_t k_pad,
+// Block scales of a CTA's rows: boxes of 128 bytes of each row.
+constexpr int kDecodeScaleBox = 128;
+constexpr int64_t DecodeScaleBoxes(GemmV2Path path, int64_t tile_n, int64_t k_pad,
                                    int64_t splits) {
   const int block = DecodeBlock(path);
   if (block == 0) return 0;
   const int64_t blocks =
       DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block;
-  return 16 * ((blocks + 15) / 16 | 1);
+  return (blocks + kDecodeScaleBox - 1) / kDecodeScaleBox;
 }
-// Of all of them.
 constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,
                                    int64_t k_pad, int64_t splits) {
-  return tile_n * DecodeScalePitch(path, tile_n, k_pad, splits);
+  return tile_n * kDecodeScaleBox * DecodeScaleBoxes(path, tile_n, k_pad, splits);
 }
+// A ring's barriers and that of the block scales.
+constexpr int64_t DecodeBarrierBytes(int64_t stages) { return 16 * stages + 16; }
 // fp32 sums of a tile, token by token.
 constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {
   return tile_m * (DecodeShapeOf(tile_n).rows + 4) * 4;
+}
+
+// Of the shares of K; whole swizzle patterns, as the block scales lie behind.
+constexpr int64_t DecodePartialBytes(int64_t tile_m, int64_t tile_n) {
+  const int64_t bytes =
+      DecodeShapeOf(tile_n).k_groups * DecodeSlabBytes(tile_m, tile_n);
+  return (bytes + 1023) / 1024 * 1024;
 }
 
 // Offsets from the start of dynamic shared memory; act from the start of a slot.

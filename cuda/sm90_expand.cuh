@@ -51,6 +51,9 @@ class E8m0RowFold {
 
   __device__ __forceinline__ bool flushes(int scale) const { return scale < base_; }
 
+  // In registers: the compiler would work them out for every block.
+  __device__ __forceinline__ void keep() { asm volatile("" : "+r"(lo_), "+r"(hi_)); }
+
  private:
   int base_;
   uint32_t lo_, hi_;

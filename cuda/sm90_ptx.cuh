@@ -28,6 +28,18 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_if(uint32_t barrier, uint32_t bytes,
+                                                             bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      "}\n" ::"r"(barrier),
+      "r"(bytes), "r"(static_cast<uint32_t>(condition))
+      : "memory");
+}
+
 // The conditional arrivals are predicated rather than branched around: a branch between wgmmas makes
 // ptxas serialise them (C7513).
 __device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool condition) {
@@ -127,6 +139,21 @@ __device__ __forceinline__ void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// One lane of a warp that runs together. In a branch on this ptxas knows that one lane is active, and keeps
+// operands of copies in uniform registers; under a comparison of the lane's number each copy takes a
+// loop of some ten instructions to get there.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- copy engine ----
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
@@ -148,6 +175,34 @@ __device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap* map
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
       "l"(map), "r"(barrier), "r"(inner), "r"(middle), "r"(outer)
+      : "memory");
+}
+
+// The same under a condition, for a warp that runs together and of which one lane issues.
+__device__ __forceinline__ void tma_load_2d_if(uint32_t dst, const CUtensorMap* map, uint32_t barrier,
+                                               int inner, int outer, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];\n"
+      "}\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(inner), "r"(outer), "r"(static_cast<uint32_t>(condition))
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d_if(uint32_t dst, const CUtensorMap* map, uint32_t barrier,
+                                               int inner, int middle, int outer, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];\n"
+      "}\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(inner), "r"(middle), "r"(outer),
+      "r"(static_cast<uint32_t>(condition))
       : "memory");
 }
 

@@ -40,30 +40,57 @@ class TensorMaps {
   // Reads past the matrix are zeros, writes past it are dropped.
   void Encode(const char* name, CUtensorMap* map, const Matrix& matrix,
               int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
+    const int64_t row = matrix.columns * matrix.element_bytes;
+    EncodeTiled(name, map, matrix,
+                {{matrix.columns, 0, box_columns},
+                 {matrix.rows, row, box_rows},
+                 {matrix.batch, row * matrix.rows, 1}},
+                matrix.batch > 0 ? 3 : 2, swizzle);
+  }
+
+  // The matrix as pieces of so many columns: a box is `box_pieces` tiles of box_rows x piece, one behind
+  // the other. Its columns must be whole pieces.
+  void EncodePieces(const char* name, CUtensorMap* map, const Matrix& matrix,
+                    int box_rows, int piece, int box_pieces,
+                    CUtensorMapSwizzle swizzle) {
+    const int64_t bytes = piece * matrix.element_bytes;
+    EncodeTiled(name, map, matrix,
+                {{piece, 0, piece},
+                 {matrix.rows, matrix.columns * matrix.element_bytes, box_rows},
+                 {matrix.columns / piece, bytes, box_pieces}},
+                3, swizzle);
+  }
+
+  const char* refused() const { return refused_; }
+
+ private:
+  struct Dimension {
+    int64_t size, pitch;  // pitch in bytes, of the first one not used
+    int box;
+  };
+
+  void EncodeTiled(const char* name, CUtensorMap* map, const Matrix& matrix,
+                   const Dimension (&dims)[3], int rank,
+                   CUtensorMapSwizzle swizzle) {
     if (refused_ != nullptr) return;
     const auto encoder = TensorMapEncoder();
-    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns),
-                                 static_cast<cuuint64_t>(matrix.rows),
-                                 static_cast<cuuint64_t>(matrix.batch)};
-    const int64_t row = matrix.columns * matrix.element_bytes;
-    const cuuint64_t pitch[2] = {static_cast<cuuint64_t>(row),
-                                 static_cast<cuuint64_t>(row * matrix.rows)};
-    const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns),
-                               static_cast<cuuint32_t>(box_rows), 1};
+    cuuint64_t sizes[3], pitch[3];
+    cuuint32_t box[3];
+    for (int i = 0; i < 3; ++i) {
+      sizes[i] = static_cast<cuuint64_t>(dims[i].size);
+      pitch[i] = static_cast<cuuint64_t>(dims[i].pitch);
+      box[i] = static_cast<cuuint32_t>(dims[i].box);
+    }
     const cuuint32_t steps[3] = {1, 1, 1};
-    const cuuint32_t rank = matrix.batch > 0 ? 3 : 2;
     if (encoder == nullptr ||
         encoder(map, matrix.type, rank, const_cast<void*>(matrix.data), sizes,
-                pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                pitch + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
       refused_ = name;
     }
   }
 
-  const char* refused() const { return refused_; }
-
- private:
   const char* refused_ = nullptr;
 };
 

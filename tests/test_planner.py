@@ -278,11 +278,11 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertLessEqual(solved.cluster, -(-k // solved.tile_k))
 
     @parameterized.parameters(
-        # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums
-        (32, 1024, 16384, 8192, (128 + 16) * 32, 4 * 8 * 36 * 4),
-        (64, 512, 16384, 4096, (128 + 16) * 64, 4 * 8 * 68 * 4),
-        (72, 256, 9216, 2048, (128 + 16) * 72, 2 * 8 * 132 * 4),
-        (128, 256, 16384, 2048, (128 + 16) * 128, 2 * 8 * 132 * 4),
+        # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums to 1024
+        (32, 1024, 16384, 8192, 128 * 32, 5 * 1024),
+        (64, 512, 16384, 4096, 128 * 64, 9 * 1024),
+        (72, 256, 9216, 2048, 128 * 72, 9 * 1024),
+        (128, 256, 16384, 2048, 128 * 128, 9 * 1024),
     )
     def test_account(self, tile_n, tile_k, weight, act, scales, sums):
         solved = self.solve(forced={"tile_n": tile_n, "cluster": 1}.items())
@@ -307,8 +307,8 @@ class Sm90DecodeTest(parameterized.TestCase):
 
     def test_two_ctas_have_half_of_the_scales(self):
         one, two = (self.solve(k=5120, forced={"tile_n": 64, "cluster": c}.items()) for c in (1, 2))
-        self.assertEqual(one.region("weight_scale").bytes_per_stage, (160 + 16) * 64)
-        self.assertEqual(two.region("weight_scale").bytes_per_stage, 80 * 64)
+        self.assertEqual(one.region("weight_scale").bytes_per_stage, 256 * 64)
+        self.assertEqual(two.region("weight_scale").bytes_per_stage, 128 * 64)
         self.assertEqual(two.ffi_attrs()["cluster"], 2)
         without = self.solve(k=5120, rank=0, forced={"tile_n": 64, "cluster": 2}.items())
         # The peer's sums lie where the low-rank product would.

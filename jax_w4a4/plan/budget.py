@@ -643,6 +643,7 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
 _DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
 DECODE_TOKENS = (8, 16, 32, 64)
 DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
+_DECODE_SCALE_BOX = 128  # block scales of a row that the copy engine fetches at once
 # Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
 _DECODE_IN_FLIGHT = 98304
 
@@ -668,8 +669,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     slab = m * (rows + 4) * 4
     block = 0 if path.operand == "s8" else problem.block_size
     steps = decode_steps(problem, config)
-    # Rows an odd number of 16 bytes apart: eight of them lie in different banks.
-    scales = n * 16 * (-(-steps * k // block // 16) | 1) if block else 0
+    scales = n * _align(steps * k // block, _DECODE_SCALE_BOX) if block else 0
     addend = slab if problem.rank or config.cluster > 1 else 0
 
     def row(*args, **kwargs) -> Row:
@@ -685,7 +685,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             scales,
             1 if scales else 0,
             "kernel",
-            f"tile_n*(K/{block}, an odd number of 16), all of the CTA's"
+            f"tile_n*(K/{block} to {_DECODE_SCALE_BOX}), all of the CTA's"
             if block
             else "in aux, one per row",
         ),
@@ -708,15 +708,16 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
         ),
         row(
             "store",
-            groups * slab,
+            # Whole swizzle patterns, as the block scales lie behind.
+            _align(groups * slab, 1024),
             config.store_stages,
             "epilogue",
-            f"{groups}*tile_m*{rows + 4}*4, the sums of {groups} shares of K",
+            f"{groups}*tile_m*{rows + 4}*4 to 1024, the sums of {groups} shares of K",
             overlaps_main=False,
         ),
         row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
         row("aux", n * 16, 1, "kernel", "tile_n*16, scales and bias of a row"),
-        row("barriers", 16 * main, 1, "kernel", "16 per stage"),
+        row("barriers", 16 * main + 16, 1, "kernel", "16 per stage, and the block scales'"),
     )
 
 
