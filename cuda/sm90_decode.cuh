@@ -720,6 +720,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
       mbarrier_init(scale_barrier(args, smem), 1);
       fence_mbarrier_init();
       load_early<Path, kTokens, kRows>(args, smem, ring, share);
+      prefetch_tensor_map(&args.act);
     }
     __syncthreads();
     if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);

@@ -69,10 +69,11 @@ int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
       return code;
     }
     grid.x = p.down_cluster;
-    grid.y = CeilDiv(p.rank, kDecodeDownRanks);
+    const int ranks = DecodeDownRanks(p.warps);
+    grid.y = CeilDiv(p.rank, ranks);
     down.token_tiles = CeilDiv(p.m, kDecodeDownTokens);
     grid.z = down.token_tiles + CeilDiv(ctas, grid.x * grid.y);
-    while (sm90::kFewSums >> down.log_share > p.down_cluster) ++down.log_share;
+    while (kDecodeDownTokens * ranks >> down.log_share > p.down_cluster) ++down.log_share;
   }
   cudaLaunchAttribute attribute = ClusterAttribute(grid.x);
   cudaLaunchConfig_t config = {};

@@ -3,9 +3,9 @@
 // and of instructions one after the other: every load goes out at once, and few instructions stand before
 // it. A CTA is small enough to lie beside the GEMM's on an SM, which starts early and asks for its weights.
 //
-// LoRA-down: the CTAs of a cluster take 16 tokens and 32 ranks and divide K. A warp takes units of 32 k
-// from L2 into fragments of mma.sync; a lane's eight k of a token, and the same k of four ranks, are what
-// it reads at once, so k and ranks are permuted, on both sides and in the result. A CTA adds the sums of
+// LoRA-down: the CTAs of a cluster take 16 tokens and 16 or 32 ranks and divide K. A warp takes units of 32
+// k from L2 into fragments of mma.sync; a lane's eight k of a token, and the same k of two or four ranks, are
+// what it reads at once, so k and ranks are permuted, on both sides and in the result. A CTA adds the sums of
 // its warps in their order and hands each CTA of the cluster its share, which that one adds in the order
 // of the CTAs: the same bits in every run.
 //
@@ -25,8 +25,12 @@
 namespace jax_w4a4::sm90 {
 
 constexpr int kFewUnit = 32;   // k of a warp at a time
-constexpr int kFewPitch = kDecodeDownRanks + 4;  // floats
-constexpr int kFewSums = kDecodeDownTokens * kDecodeDownRanks;
+template <int kWarps>
+constexpr int kFewRanks = DecodeDownRanks(kWarps);
+template <int kWarps>
+constexpr int kFewPitch = kFewRanks<kWarps> + 4;  // floats
+template <int kWarps>
+constexpr int kFewSums = kDecodeDownTokens * kFewRanks<kWarps>;
 // Units of a warp that are on their way at once: as many as registers hold.
 template <int kWarps>
 constexpr int kFewUnits = kWarps > 8 ? 1 : 2;
@@ -44,20 +48,22 @@ struct FewDownArgs : Watched {
 
 template <int kWarps>
 struct FewDownSmem {
-  float sums[kWarps][kDecodeDownTokens * kFewPitch];
-  float shares[kFewSums];  // this CTA's share from each CTA of the cluster
+  float sums[kWarps][kDecodeDownTokens * kFewPitch<kWarps>];
+  float shares[kFewSums<kWarps>];  // this CTA's share from each CTA of the cluster
   uint64_t arrived;        // mbarrier
 };
 
 // ---- LoRA-down ----
 
+template <int kRanks>
 struct DownFragments {
-  uint4 a[2];    // rows g and g + 8 of x, eight k
-  uint2 b[8];    // those k of lora_down, four ranks
+  uint4 a[2];                 // rows g and g + 8 of x, eight k
+  uint32_t b[8][kRanks / 2];  // those k of lora_down
 };
 
-// Where a lane reads: tokens g and g + 8 of x from k on, and four ranks of the rows from k on. Tokens past
+// Where a lane reads: tokens g and g + 8 of x from k on, and kRanks ranks of the rows from k on. Tokens past
 // M and ranks past R are the last ones again, whose sums nobody stores.
+template <int kRanks>
 struct DownPlace {
   const uint8_t* x;
   const uint8_t* down;
@@ -75,66 +81,66 @@ struct DownPlace {
     x = reinterpret_cast<const uint8_t*>(args.x) + (token * row + 2 * k);
     second = first_token + 8 < args.m ? (min(first_token + g + 8, args.m - 1) - token) * row : 0;
     down = reinterpret_cast<const uint8_t*>(args.lora_down) +
-           (k * pitch + 2 * min(first_rank + 4 * g, args.rank - 4));
+           (k * pitch + 2 * min(first_rank + kRanks * g, args.rank - kRanks));
   }
   __device__ __forceinline__ void advance(int units) {
     k += kFewUnit * units;
     x += 2 * kFewUnit * units;
     down += kFewUnit * units * pitch;
   }
-  __device__ __forceinline__ void load(DownFragments& f) const {
+  __device__ __forceinline__ void load(DownFragments<kRanks>& f) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) f.b[i] = load_nc_v2(down + i * pitch);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kRanks == 2) {
+        f.b[i][0] = load_nc_u32(down + i * pitch);
+      } else {
+        const uint2 ranks = load_nc_v2(down + i * pitch);
+        f.b[i][0] = ranks.x;
+        f.b[i][1] = ranks.y;
+      }
+    }
     f.a[0] = load_nc_v4(x);
     f.a[1] = make_uint4(0, 0, 0, 0);
     if (second != 0) f.a[1] = load_nc_v4(x + second);
   }
   // The last unit, in which K may end: eight at a time, as K is a multiple of 8.
-  __device__ __forceinline__ void load(const FewDownArgs& args, DownFragments& f) const {
+  __device__ __forceinline__ void load(const FewDownArgs& args, DownFragments<kRanks>& f) const {
     f = {};
     if (k < args.k) load(f);
   }
 };
 
-// Rank j of four: two k of it side by side.
-template <int kRank>
-__device__ __forceinline__ uint32_t pair_of(const uint2& low, const uint2& high) {
-  return kRank < 2 ? prmt(low.x, high.x, kRank % 2 == 0 ? 0x5410 : 0x7632)
-                   : prmt(low.y, high.y, kRank % 2 == 0 ? 0x5410 : 0x7632);
+// Rank j of a lane's: two k of it side by side.
+template <int kRank, int kRanks>
+__device__ __forceinline__ uint32_t pair_of(const DownFragments<kRanks>& f, int k) {
+  return prmt(f.b[k][kRank / 2], f.b[k + 1][kRank / 2], kRank % 2 == 0 ? 0x5410 : 0x7632);
 }
 
-template <int kRank>
-__device__ __forceinline__ void multiply_rank(const DownFragments& f, float (&acc)[4]) {
-  MmaBf16(acc, {f.a[0].x, f.a[1].x, f.a[0].y, f.a[1].y}, pair_of<kRank>(f.b[0], f.b[1]),
-          pair_of<kRank>(f.b[2], f.b[3]));
-  MmaBf16(acc, {f.a[0].z, f.a[1].z, f.a[0].w, f.a[1].w}, pair_of<kRank>(f.b[4], f.b[5]),
-          pair_of<kRank>(f.b[6], f.b[7]));
+template <int kRank, int kRanks>
+__device__ __forceinline__ void multiply_rank(const DownFragments<kRanks>& f, float (&acc)[4]) {
+  MmaBf16(acc, {f.a[0].x, f.a[1].x, f.a[0].y, f.a[1].y}, pair_of<kRank>(f, 0), pair_of<kRank>(f, 2));
+  MmaBf16(acc, {f.a[0].z, f.a[1].z, f.a[0].w, f.a[1].w}, pair_of<kRank>(f, 4), pair_of<kRank>(f, 6));
 }
 
-__device__ __forceinline__ void multiply_down(const DownFragments& f, float (&acc)[4][4]) {
-  multiply_rank<0>(f, acc[0]);
-  multiply_rank<1>(f, acc[1]);
-  multiply_rank<2>(f, acc[2]);
-  multiply_rank<3>(f, acc[3]);
-}
-
-// The cluster's 16 tokens and 32 ranks.
+// The cluster's tokens and ranks.
 template <int kWarps>
 __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kWarps>& smem) {
   constexpr int kUnits = kFewUnits<kWarps>;
+  constexpr int kRanks = kFewRanks<kWarps> / 8;  // of a lane
+  using Fragments = DownFragments<kRanks>;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int part = blockIdx.x;  // of K, and rank in the cluster
   const int first_token = kDecodeDownTokens * blockIdx.z;
-  const int first_rank = kDecodeDownRanks * blockIdx.y;
+  const int first_rank = kFewRanks<kWarps> * blockIdx.y;
   // Units of all warps of the cluster, in turn. What is not on its way at once comes to L2 meanwhile, a
   // lane asks for a row.
   const int stride = kWarps * gridDim.x;
   const int unit = part * kWarps + warp;
   const int whole = args.k / kFewUnit;
-  DownPlace at(args, first_token, first_rank, unit, lane);
-  DownFragments f[kUnits];
-  const auto load = [&](int unit, DownFragments& f) {
+  DownPlace<kRanks> at(args, first_token, first_rank, unit, lane);
+  Fragments f[kUnits];
+  const auto load = [&](int unit, Fragments& f) {
     if (unit < whole) {
       at.load(f);
     } else {
@@ -143,12 +149,12 @@ __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kW
     at.advance(stride);
   };
   const uint32_t arrived = smem_address(&smem.arrived);
-  float acc[4][4] = {};
+  float acc[kRanks][4] = {};
   int next = unit;
 #pragma unroll 1
   do {
 #pragma unroll
-    for (DownFragments& fragments : f) {
+    for (Fragments& fragments : f) {
       load(next, fragments);
       next += stride;
     }
@@ -159,33 +165,44 @@ __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kW
       if (threadIdx.x == 0) {
         mbarrier_init(arrived, 1);
         fence_mbarrier_init();
-        mbarrier_arrive_expect_tx(arrived, kFewSums * sizeof(float));
+        mbarrier_arrive_expect_tx(arrived, kFewSums<kWarps> * sizeof(float));
       }
       __syncwarp();
       // Peers write into this CTA's memory and count on its barrier once both are there.
       cluster_arrive_relaxed();
     }
 #pragma unroll
-    for (const DownFragments& fragments : f) multiply_down(fragments, acc);
+    for (const Fragments& fragments : f) {
+      multiply_rank<0>(fragments, acc[0]);
+      multiply_rank<1>(fragments, acc[1]);
+      if constexpr (kRanks == 4) {
+        multiply_rank<2>(fragments, acc[2]);
+        multiply_rank<3>(fragments, acc[3]);
+      }
+    }
   } while (kFewUnit * next < args.k);
-  // Column c of the MMAs holds ranks 4 c + 0..3, one from each.
+  // Column c of the MMAs holds kRanks ranks from kRanks c on, one from each.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = lane / 4 + i / 2 * 8;
-    const int rank = 4 * (2 * (lane % 4) + i % 2);
-    *reinterpret_cast<float4*>(&smem.sums[warp][token * kFewPitch + rank]) =
-        make_float4(acc[0][i], acc[1][i], acc[2][i], acc[3][i]);
+    const int rank = kRanks * (2 * (lane % 4) + i % 2);
+    float* to = &smem.sums[warp][token * kFewPitch<kWarps> + rank];
+#pragma unroll
+    for (int j = 0; j < kRanks; j += 2) {
+      *reinterpret_cast<float2*>(to + j) = make_float2(acc[j][i], acc[j + 1][i]);
+    }
   }
   __syncthreads();
   cluster_wait();
   // A thread adds two sums beside each other.
   const int first = 2 * threadIdx.x;
-  if (first >= kFewSums) return;
-  const float* from = &smem.sums[0][first / kDecodeDownRanks * kFewPitch + first % kDecodeDownRanks];
+  if (first >= kFewSums<kWarps>) return;
+  const float* from = &smem.sums[0][first / kFewRanks<kWarps> * kFewPitch<kWarps> +
+                                    first % kFewRanks<kWarps>];
   float2 two = make_float2(0.0f, 0.0f);
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    const float2 v = *reinterpret_cast<const float2*>(from + w * kDecodeDownTokens * kFewPitch);
+    const float2 v = *reinterpret_cast<const float2*>(from + w * kDecodeDownTokens * kFewPitch<kWarps>);
     two.x += v.x;
     two.y += v.y;
   }
@@ -195,11 +212,11 @@ __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kW
       first >> args.log_share, two);
   if (static_cast<int>(threadIdx.x) >= share) return;
   const int own = (part << args.log_share) + threadIdx.x;
-  const int token = first_token + own / kDecodeDownRanks;
-  const int rank = first_rank + own % kDecodeDownRanks;
+  const int token = first_token + own / kFewRanks<kWarps>;
+  const int rank = first_rank + own % kFewRanks<kWarps>;
   watched_wait(args, RingName::kDecodeSums, arrived, 0);
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < kFewSums; i += 8 * share) {  // of a cluster of 8 or 16
+  for (int i = threadIdx.x; i < kFewSums<kWarps>; i += 8 * share) {  // of a cluster of 8 or 16
 #pragma unroll
     for (int peer = 0; peer < 8; ++peer) sum += smem.shares[i + peer * share];
   }

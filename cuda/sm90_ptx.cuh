@@ -273,6 +273,12 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 }
 
 // Read-only global memory; volatile, so that they go out in the order that they are written in.
+__device__ __forceinline__ uint32_t load_nc_u32(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
 __device__ __forceinline__ uint2 load_nc_v2(const void* p) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));

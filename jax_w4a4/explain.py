@@ -594,7 +594,8 @@ def _quantizer_title(plan: Plan) -> str:
         return title
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
     if q.kernel == 5:
-        return f"{title} and LoRA-down ({d.rows} rows and 32 ranks per {who}) in one launch"
+        ranks = budget.decode_down_ranks(q.warps)
+        return f"{title} and LoRA-down ({d.rows} rows and {ranks} ranks per {who}) in one launch"
     return (
         f"{title} beside LoRA-down ({d.rows} rows per {who}, {d.stages} stages of 64 k, "
         f"{d.threads} threads, {d.smem_bytes} B shared memory)"

@@ -278,7 +278,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertLessEqual(solved.cluster, -(-k // solved.tile_k))
 
     @parameterized.parameters(
-        # tile_n, K of a stage, bytes of weights and activations of a stage, of scales, of sums to 1024
+        # tile_n, K of a stage, bytes of weights, activations of a stage, of scales, of sums
         (32, 1024, 16384, 8192, 128 * 32, 5 * 1024),
         (64, 512, 16384, 4096, 128 * 64, 9 * 1024),
         (72, 256, 9216, 2048, 128 * 72, 9 * 1024),

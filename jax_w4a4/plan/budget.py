@@ -878,11 +878,16 @@ DECODE_QUANTIZER_SHAPES = ((2, 8), (4, 8), (8, 8), (8, 16))
 DECODE_QUANTIZER_LARGE = ((1, 16), (2, 16), (4, 16), (8, 16))
 
 
+def decode_down_ranks(warps: int) -> int:
+    """Ranks that a cluster of quantizer 5's LoRA-down takes, in CTAs of so many warps."""
+    return 32 if warps > 8 else 16
+
+
 def decode_quantizer(problem: Problem, sm_count: int) -> QuantizerPlan | None:
     """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
 
     A CTA takes a token, or four share one. With a low-rank branch, clusters of CTAs of the same
-    launch take 16 tokens and 32 ranks and divide K: 16 CTAs where eight would not have all of it
+    launch take 16 tokens and 16 or 32 ranks and divide K: 16 CTAs where eight would not have all of it
     on its way at once, if the whole launch then runs at once. No dynamic shared memory.
     """
     k = problem.k or problem.k_pad
@@ -892,7 +897,7 @@ def decode_quantizer(problem: Problem, sm_count: int) -> QuantizerPlan | None:
             threads = 32 * warps
             down = None
             if problem.rank:
-                tiles = -(-m // 16) * -(-problem.rank // 32)
+                tiles = -(-m // 16) * -(-problem.rank // decode_down_ranks(warps))
                 wide = k > 4096 and 16 * tiles + m <= sm_count
                 down = DownPlan(16, 16 if wide else 8, 0, threads, 0, 0)
             return QuantizerPlan(

@@ -387,7 +387,8 @@ MUTANTS = (
     # ---- the launch before it ----
     _m("decode: shares of LoRA-down eight bytes short", "protocol", FEW_FUSED,
        "RaceError UninitializedError ProtocolError DeadlockError",
-       (DECODE_QUANT, "kFewSums * sizeof(float));", "kFewSums * sizeof(float) - 8);"),
+       (DECODE_QUANT, "kFewSums<kWarps> * sizeof(float));",
+        "kFewSums<kWarps> * sizeof(float) - 8);"),
        **_FEW_QUANT),
     _m("decode: shares before they are there", "protocol", FEW_FUSED,
        "RaceError UninitializedError ProtocolError",
