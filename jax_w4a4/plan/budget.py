@@ -887,8 +887,8 @@ def decode_quantizer(problem: Problem, sm_count: int) -> QuantizerPlan | None:
     """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
 
     A CTA takes a token, or four share one. With a low-rank branch, clusters of CTAs of the same
-    launch take 16 tokens and 16 or 32 ranks and divide K: 16 CTAs where eight would not have all of it
-    on its way at once, if the whole launch then runs at once. No dynamic shared memory.
+    launch take 16 tokens and 16 or 32 ranks and divide K: 16 CTAs where eight would not have all of
+    it on its way at once, if the whole launch then runs at once. No dynamic shared memory.
     """
     k = problem.k or problem.k_pad
     m = problem.m or 1
