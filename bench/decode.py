@@ -5,8 +5,8 @@ jitted call runs all of them several times in turn, because what a dispatch cost
 with the number of arrays it is given, here hundreds: after one turn of small layers the GPU would
 wait for the host. The call is one CUDA graph that is replayed. Low-rank branch (R = 32),
 channel_scale and bias are on, every layer starts from bf16 x, and MXFP4 weights are prepared
-(`Weight.prepare`) unless `--linear`. Peers run in graphs of their own,
-quantization included.
+(`Weight.prepare`) unless `--linear`. All layers read one x, so that it is in the L2 as it is where
+the operation before has just written it. Peers run in graphs of their own, quantization included.
 
 Every row says what a dispatch costs the host while the GPU is idle ("host"), and is marked where
 that is most of the time: such a row measures the host. "captures" counts handler calls that went
@@ -53,26 +53,26 @@ def layers_of(shape: Shape) -> int:
     return min(64, max(16, round(STACK_BYTES / (shape.n * shape.k * 17 / 32))))
 
 
+def with_one_x(sets: list[tuple]) -> list[tuple]:
+    """The operand sets (x, w), all with the x of the first."""
+    return [(sets[0][0], w) for _, w in sets]
+
+
 def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
-    keys = jax.random.split(jax.random.key(0), layers)
-    sets = [
-        (
-            jax.random.normal(jax.random.fold_in(key, 0), (shape.m, shape.k), jnp.bfloat16),
-            jax.random.normal(jax.random.fold_in(key, 1), (shape.n, shape.k), jnp.bfloat16),
-        )
-        for key in keys
-    ]
+    keys = jax.random.split(jax.random.key(0), layers + 1)
+    x = jax.random.normal(keys[0], (shape.m, shape.k), jnp.bfloat16)
+    sets = [(x, jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16)) for key in keys[1:]]
     return timing.jax_turns(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets, turns)
 
 
 def ours(layer: cases.Layer, shape: Shape, layers: int, turns: int) -> timing.Chain:
     make = jax.jit(lambda key: cases.random_layer(key, shape, layer))
-    sets = [make(key) for key in jax.random.split(jax.random.key(0), layers)]
+    sets = with_one_x([make(key) for key in jax.random.split(jax.random.key(0), layers)])
     return timing.jax_turns(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets, turns)
 
 
-def peer(build: cases.Builder, shape: Shape, layers: int, turns: int) -> timing.Chain:
-    return peers.graphed(build(shape, layers), turns)
+def peer(build: Callable[..., timing.Chain], shape: Shape, layers: int, turns: int) -> timing.Chain:
+    return peers.graphed(build(shape, layers, one_x=True), turns)
 
 
 Builder = Callable[[Shape, int, int], timing.Chain]

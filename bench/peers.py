@@ -39,9 +39,16 @@ def _random(torch: Any, rows: int, columns: int) -> Any:
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
 
 
-def bf16(torch: Any, shape: Shape, copies: int) -> Chain:
+def _activations(torch: Any, shape: Shape, copies: int, one_x: bool) -> list:
+    if one_x:
+        return [_random(torch, shape.m, shape.k)] * copies
+    return [_random(torch, shape.m, shape.k) for _ in range(copies)]
+
+
+def bf16(torch: Any, shape: Shape, copies: int, *, one_x: bool = False) -> Chain:
+    """`one_x`: all sets have the same activation."""
     sets = [
-        (_random(torch, shape.m, shape.k), _random(torch, shape.n, shape.k)) for _ in range(copies)
+        (x, _random(torch, shape.n, shape.k)) for x in _activations(torch, shape, copies, one_x)
     ]
     return _chain(lambda x, w: torch.nn.functional.linear(x, w), sets)
 
@@ -66,12 +73,14 @@ def int8(torch: Any, shape: Shape, copies: int) -> Chain:
     return _chain(lambda x, w: torch._int_mm(x, w.t()), sets)
 
 
-def humming(torch: Any, shape: Shape, copies: int, *, weight: dict, activation: str) -> Chain:
+def humming(
+    torch: Any, shape: Shape, copies: int, *, weight: dict, activation: str, one_x: bool = False
+) -> Chain:
     """Humming's layer from bf16 x: a quantization kernel and a W4A8 gemm."""
     from humming.layer import HummingLayer
 
     sets = []
-    for _ in range(copies):
+    for x in _activations(torch, shape, copies, one_x):
         layer = HummingLayer(
             shape_n=shape.n,
             shape_k=shape.k,
@@ -81,7 +90,7 @@ def humming(torch: Any, shape: Shape, copies: int, *, weight: dict, activation: 
         ).cuda()
         layer.load_from_unquantized(_random(torch, shape.n, shape.k))
         layer.transform()
-        sets.append((layer, _random(torch, shape.m, shape.k)))
+        sets.append((layer, x))
     return _chain(lambda layer, x: layer(x), sets)
 
 
