@@ -406,6 +406,13 @@ __device__ __forceinline__ auto table(const Fold& fold, uint32_t scale) {
   }
 }
 
+// Whether a stage's codes and scales are read while the last MMAs of the stage before run. Its slot goes
+// back only then, which with many tokens and few stages costs more than it saves (us of both launches
+// without and with: 4096x14336 12.1 and 12.0 at M = 1, 12.8 and 12.5 at M = 16; 8192x8192, M = 16, 13.3
+// and 13.0).
+template <int kTokens>
+constexpr bool kReadAhead = kTokens <= 16;
+
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
 // four MMAs. Fragments are written while the MMAs before are in flight.
 template <class Path, int kTokens, int kRows, bool kFlush>
@@ -445,11 +452,12 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
   RingState stage;
-  for (int step = 0; step < steps; ++step) {
+  uint32_t block_scale[D::kRecords][2];
+  decltype(Path::load_packed(0)) packed[D::kRecords][2];
+  const auto read_stage = [&](int step) {
     // The stage's scales: in which box, and where in it.
     const uint32_t scale = step * D::kScaleBytes;
     const uint32_t box = scale / kDecodeScaleBox * (args.tile_n * kDecodeScaleBox);
-    uint32_t block_scale[D::kRecords][2];
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
 #pragma unroll
@@ -462,11 +470,20 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     const uint32_t slot = stage.slot * args.stage_bytes;
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
-      const auto packed0 = Path::load_packed((weight[0] + slot) ^ (r * Path::kWeightBytes));
-      auto packed1 = packed0;
-      if constexpr (D::kHalves == 2) {
-        packed1 = Path::load_packed((weight[1] + slot) ^ (r * Path::kWeightBytes));
+#pragma unroll
+      for (int h = 0; h < D::kHalves; ++h) {
+        packed[r][h] = Path::load_packed((weight[h] + slot) ^ (r * Path::kWeightBytes));
       }
+    }
+  };
+  if (kReadAhead<kTokens>) read_stage(0);
+  for (int step = 0; step < steps; ++step) {
+    if (!kReadAhead<kTokens>) read_stage(step);
+    const uint32_t slot = stage.slot * args.stage_bytes;
+#pragma unroll
+    for (int r = 0; r < D::kRecords; ++r) {
+      const auto packed0 = packed[r][0];
+      const auto packed1 = packed[r][D::kHalves - 1];
       auto table0 = table<0, kFlush>(fold[0], block_scale[r][0]);
       auto table1 = table<0, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
       const uint64_t b = matrix_descriptor<kBoxBytes>(act + slot + r * kTokens * kBoxBytes);
@@ -484,18 +501,20 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
                                                 b + 2 * s, s > 0 || r > 0 || step > 0);
         wgmma_commit();
         // The next fragment's registers are free. After the last one the slot goes back at once, though
-        // no MMA is then in flight while the next stage is waited for: what bounds many tokens is how
-        // soon a slot is filled again (8192x8192, three stages at M = 64: 15.1 us, 15.9 when it goes back
-        // behind the first MMA of the next stage; 11.9 and 11.6 at M = 1, 11.7 and 12.1 at 4096x14336, M = 16).
+        // no MMA is then in flight: what bounds many tokens is how soon a slot is filled again
+        // (8192x8192, three stages at M = 64: 15.1 us, 15.9 when it goes back behind the first MMA of
+        // the next stage; 11.9 and 11.6 at M = 1, but 11.7 and 12.1 at 4096x14336, M = 16).
         if (s == 3 && r == D::kRecords - 1) {
+          const int through = stage.slot;
+          ring.advance(stage);
+          if (kReadAhead<kTokens> && step + 1 < steps) read_stage(step + 1);
           wgmma_wait<0>();
-          ring.release<1>(stage.slot, lane);
+          ring.release<1>(through, lane);
         } else {
           wgmma_wait<3>();
         }
       }
     }
-    ring.advance(stage);
   }
   pin(acc);
 }

@@ -31,9 +31,10 @@ template <int kWarps>
 constexpr int kFewPitch = kFewRanks<kWarps> + 4;  // floats
 template <int kWarps>
 constexpr int kFewSums = kDecodeDownTokens * kFewRanks<kWarps>;
-// Units of a warp that are on their way at once: as many as registers hold.
-template <int kWarps>
-constexpr int kFewUnits = kWarps > 8 ? 1 : 2;
+// Units of a warp that are on their way at once: as many as registers hold, and no more than a share of K
+// has where `kChunks` pieces hold a token.
+template <int kChunks, int kWarps>
+constexpr int kFewUnits = kWarps > 8 ? 1 : kChunks >= 8 ? 4 : 2;
 
 // What the first instructions need lies together: constants come in lines.
 struct FewDownArgs : Watched {
@@ -123,9 +124,9 @@ __device__ __forceinline__ void multiply_rank(const DownFragments<kRanks>& f, fl
 }
 
 // The cluster's tokens and ranks.
-template <int kWarps>
+template <int kChunks, int kWarps>
 __device__ __forceinline__ void down_few(const FewDownArgs& args, FewDownSmem<kWarps>& smem) {
-  constexpr int kUnits = kFewUnits<kWarps>;
+  constexpr int kUnits = kFewUnits<kChunks, kWarps>;
   constexpr int kRanks = kFewRanks<kWarps> / 8;  // of a lane
   using Fragments = DownFragments<kRanks>;
   const int warp = threadIdx.x / 32;
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__((kFewRegisterThreads<kSource, kChunks, kWarps>
   grid_dependency_launch();
   const int z = static_cast<int>(blockIdx.z) - down.token_tiles;
   if (z < 0) {
-    down_few(down, smem);
+    down_few<kChunks>(down, smem);
     return;
   }
   const int index = (z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;

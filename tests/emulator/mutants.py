@@ -356,8 +356,13 @@ MUTANTS = (
         "}\n\n// A lane's bytes"), **_FEW),
     _m("decode: stage released under its MMAs", "protocol", dataclasses.replace(FEW, stages=2),
        "RaceError ProtocolError",
-       (DECODE, "          wgmma_wait<0>();\n          ring.release<1>(stage.slot, lane);",
-        "          ring.release<1>(stage.slot, lane);\n          wgmma_wait<0>();"), **_FEW),
+       (DECODE, "          wgmma_wait<0>();\n          ring.release<1>(through, lane);",
+        "          ring.release<1>(through, lane);\n          wgmma_wait<0>();"), **_FEW),
+    _m("decode: a stage's codes before it has come", "protocol", FEW, "RaceError UninitializedError",
+       (DECODE, "    ring.wait_full(stage);\n    const uint32_t slot = stage.slot * args.stage_bytes;\n"
+        "#pragma unroll\n    for (int r = 0; r < D::kRecords; ++r) {\n#pragma unroll",
+        "    const uint32_t slot = stage.slot * args.stage_bytes;\n"
+        "#pragma unroll\n    for (int r = 0; r < D::kRecords; ++r) {\n#pragma unroll"), **_FEW),
     _m("decode: peer's sums before they are there", "protocol", FEW_PAIR,
        "RaceError UninitializedError ProtocolError",
        (DECODE, "      finish.give();\n      cluster_sync();", "      finish.give();"), **_FEW),

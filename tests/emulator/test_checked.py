@@ -94,7 +94,7 @@ LOST = (
         wait(V2, "load", "main empty", 0, 0): 1, wait(V2, "load", "main empty", 1, 0): 1,
         wait(V2, "compute", "main full", 0, 1): 16}),
     Lost("decode: slots never released", dataclasses.replace(mutants.FEW, stages=2),
-         ((mutants.DECODE, "          ring.release<1>(stage.slot, lane);\n", ""),),
+         ((mutants.DECODE, "          ring.release<1>(through, lane);\n", ""),),
          ("sm90_decode_Mxfp4_8.cu",),
          {wait(DECODE, "load", "main empty", 0, 0): 1,
           wait(DECODE, "multiply", "main full", 0, 1): 16}),
