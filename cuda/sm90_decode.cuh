@@ -4,8 +4,9 @@
 // shares the rows and divides K.
 //
 // Roles in a CTA of 20 warps:
-//   load      one thread of warp 16 streams weights and activations through a ring. Weights are
-//             arguments of the program, so they are on their way before the launch before has ended.
+//   load      one thread of warp 16 fetches the block scales and streams weights and activations through
+//             a ring. Scales and the first weights, arguments of the program, are on their way before
+//             the launch before has ended.
 //   multiply  warps 0..15, four warpgroups that divide K (and 65 rows or more) among them. Each
 //             expands its 4-bit weights in registers (sm90_expand.cuh) and adds up Y^T = W X^T; the
 //             sums meet in shared memory and are added in the order of the warpgroups.
