@@ -275,13 +275,15 @@ def unsort_signs(packed: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _move_signs(packed: Array, moves: tuple[tuple[int, int], ...]) -> Array:
-    words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
-    words = lax.bitcast_convert_type(words, jnp.uint32)
+    # Shifts, as a bitcast between widths can't be exported with a symbolic dimension.
+    parts = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4).astype(jnp.uint32)
+    words = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16 | parts[..., 3] << 24
     out = words & np.uint32(0x7777_7777)
     for at, to in moves:
         bit = words & np.uint32(1 << at)
         out = out | (bit << (to - at) if to > at else bit >> (at - to))
-    return lax.bitcast_convert_type(out, jnp.uint8).reshape(packed.shape)
+    split = jnp.stack([(out >> 8 * i).astype(jnp.uint8) for i in range(4)], axis=-1)
+    return split.reshape(packed.shape)
 
 
 def linear_codes(packed: Array, sign_order: str) -> Array:

@@ -22,6 +22,18 @@ from jax_w4a4.formats import Spec
 
 Array = jax.Array
 
+# Leaves of a weight-like tree that hold no codes: shapes, specs, marks of a filter, zero gradients.
+_NO_CODES = (
+    jax.ShapeDtypeStruct,
+    jax.core.ShapedArray,
+    PartitionSpec,
+    jax.sharding.Sharding,
+    np.ndarray,  # of float0
+    str,
+    bool,
+    int,
+)
+
 _VECTORS = ("global_scale", "act_global_scale", "smooth", "channel_scale", "bias")
 
 
@@ -214,18 +226,35 @@ class Weight:
         so can weights of `jax.ShapeDtypeStruct`, `PartitionSpec` or `Sharding`, of which the field
         alone changes.
         """
-        return self._in_order("sorted") if self.format == "mxfp4" else self
+        return self._in_order("sorted", "prepare") if self.format == "mxfp4" else self
 
     def linear(self) -> Weight:
         """The same weight in the public layout, as checkpoints and every kernel read it."""
-        return self._in_order("linear")
+        return self._in_order("linear", "linear")
 
-    def _in_order(self, order: str) -> Weight:
+    def _in_order(self, order: str, who: str) -> Weight:
+        if self.sign_order not in formats.SIGN_ORDERS:
+            raise ValueError(
+                f"jax_w4a4.Weight.{who}: sign_order={self.sign_order!r}; expected 'linear' or "
+                "'sorted'"
+            )
         if self.sign_order == order:
             return self
         packed = self.packed
-        if isinstance(packed, jax.Array | np.ndarray):
+        if isinstance(packed, jax.Array | np.ndarray) and packed.dtype != jax.dtypes.float0:
+            if packed.dtype != jnp.uint8 or packed.shape[-1:] == () or packed.shape[-1] % 4:
+                raise (TypeError if packed.dtype != jnp.uint8 else ValueError)(
+                    f"jax_w4a4.Weight.{who}: weight.packed is {_describe(packed)}; expected "
+                    "uint8[...,N,K_pad/2], K_pad a multiple of 32"
+                )
             packed = (formats.sort_signs if order == "sorted" else formats.unsort_signs)(packed)
+        elif not (packed is None or isinstance(packed, _NO_CODES)):
+            # A box with codes in it would keep them in the other order.
+            raise TypeError(
+                f"jax_w4a4.Weight.{who}: weight.packed is {type(packed).__name__}; expected an "
+                "array, or what stands for one (ShapeDtypeStruct, PartitionSpec, Sharding); take "
+                "arrays out of their boxes first"
+            )
         return self.replace(packed=packed, sign_order=order)
 
     def with_lora_on(self, side: str) -> Weight:

@@ -751,17 +751,30 @@ class PreparedTest(parameterized.TestCase):
         self.assertIn(path.why, prepared.reasons)
 
     @parameterized.parameters(
-        ({"precision": "highest"}, None, "with precision 'highest' is not built"),
-        ({"precision": "highest", "groups": 4}, None, "sm90_grouped.*'highest' is not built"),
-        ({"out_dtype": "float32"}, None, "sm90_v1: .*signs are sorted.*sm90_v2: .*is float32"),
-        ({"out_dtype": "float32"}, "sm90_v2", "sm90_v2 cannot take .*is float32, .* only; use"),
-        ({}, "sm90_v1", "sm90_v1 cannot take this problem: .*signs are sorted"),
+        ({"precision": "highest"}, None, "with precision 'highest' is not built", True),
+        (
+            {"out_dtype": "float32"},
+            None,
+            "sm90_v1: .*signs are sorted.*sm90_v2: .*is float32",
+            True,
+        ),
+        ({}, "sm90_v1", "sm90_v1 cannot take this problem: .*signs are sorted", True),
+        # Where linear weights are refused as well.
+        (
+            {"precision": "highest", "groups": 4},
+            None,
+            "sm90_grouped.*'highest' is not built",
+            False,
+        ),
+        ({"out_dtype": "float32"}, "sm90_v2", "sm90_v2 cannot take .*is float32, .* only", False),
+        ({"rank": 4}, "sm90_decode", "sm90_decode cannot take", False),
     )
-    def test_refused_with_the_way_out(self, changes, kernel, message):
+    def test_refused_with_the_way_out(self, changes, kernel, message, linear):
         p = problem(**self.LINEAR, m=128, sign_order="sorted")
         p = dataclasses.replace(p, **changes)
-        with self.assertRaisesRegex(NotImplementedError, rf"(?s){message}.*w\.linear\(\)"):
+        with self.assertRaisesRegex(NotImplementedError, f"(?s){message}.*use.*'xla'") as caught:
             plan.solve(p, "sm_90", kernel=kernel)
+        self.assertEqual("w.linear()" in str(caught.exception), linear)
 
     @parameterized.parameters(1, 4352)
     def test_blackwell_reads_linear_codes(self, m):

@@ -167,6 +167,37 @@ class PrepareTest(parameterized.TestCase):
             self.assertIs(w.prepare(), w)
             self.assertIs(w.linear(), w)
 
+    def test_codes_are_never_relabelled(self):
+        """A box around codes, or codes that can't be sorted, would change in name only."""
+        w = cases.weight(8, 64, "mxfp4")
+        for packed, error in (
+            ([w.packed], "packed is list; expected an array"),
+            (w.packed.astype(jnp.int8), r"packed is int8\[8,32\]; expected uint8"),
+            (w.packed[:, :30], r"packed is uint8\[8,30\]; expected uint8"),
+        ):
+            with self.assertRaisesRegex((TypeError, ValueError), rf"Weight.prepare: .*{error}"):
+                w.replace(packed=packed).prepare()
+        for order in (None, "", 0, "Sorted"):
+            with self.assertRaisesRegex(
+                ValueError, r"Weight.prepare: sign_order=.*expected 'linear'"
+            ):
+                w.replace(sign_order=order).prepare()
+
+    def test_gradients_change_order(self):
+        """Their codes are float0; the tree has to match the weight of either order."""
+        w = cases.weight(8, 64, "mxfp4", rank=16).prepare()
+        x = jnp.ones((2, 64), jnp.float32)
+        grads = jax.grad(lambda w: matmul(x, w).sum(), allow_int=True)(w)
+        tree = jax.tree.structure(grads.linear())
+        self.assertEqual(tree, jax.tree.structure(w.linear()))
+
+    def test_a_symbolic_number_of_rows_exports(self):
+        w = cases.weight(8, 64, "mxfp4", rank=0, full=False).prepare()
+        (n,) = jax.export.symbolic_shape("n")
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), w)
+        run = jax.export.export(jax.jit(Weight.dequantize))(shapes)
+        np.testing.assert_array_equal(run.call(w), w.dequantize())
+
     def test_structures(self):
         """Shapes, specs and shardings of a weight get the field, to match a prepared one."""
         w = cases.weight(8, 64, "mxfp4")

@@ -48,8 +48,8 @@ class Linear(nnx.Module):
     :func:`jax_w4a4.matmul`, and so is ``precision``; ``dot_general`` and ``promote_dtype`` of
     ``flax.nnx.Linear`` have no counterpart.
 
-    Hopper's kernels read MXFP4 fastest from a prepared weight:
-    ``Linear.from_weight(layer.as_weight().prepare())``, once, before the layer is used.
+    Hopper's kernels read MXFP4 fastest from a prepared weight, as long as results are bfloat16:
+    ``layer.weight.set_value(layer.weight.get_value().prepare())``, once, before the layer is used.
 
     To shard, place the weight before it goes in: with ``specs = w.shard_specs("tp")``,
     ``Linear.from_weight(jax.device_put(w, jax.tree.map(partial(NamedSharding, mesh), specs)))``.

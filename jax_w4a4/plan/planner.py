@@ -489,7 +489,11 @@ def _design(
     """The design to plan with, and why not the target's first."""
     way_out = "use implementation='xla'"
     if problem.sign_order == "sorted":
-        way_out = "use w.linear(), which undoes w.prepare(), or implementation='xla'"
+        try:
+            _design(dataclasses.replace(problem, sign_order="linear"), target, kernel, forced)
+            way_out = "use w.linear(), which undoes w.prepare(), or implementation='xla'"
+        except (NotImplementedError, ValueError):
+            pass
     if problem.groups:
         return _grouped_design(problem, target, kernel, way_out), ()
     if kernel is None:
