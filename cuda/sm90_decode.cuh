@@ -281,7 +281,8 @@ __device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleS
     if constexpr (kBytes == 1) {
       store_shared_u8(to, inside ? __ldg(from + offset) : 0);
     } else {
-      copy_async<kBytes>(to, from + (inside ? offset : 0), inside);
+      static_assert(kBytes == 4);
+      copy_async_u32(to, from + (inside ? offset : 0), inside);
     }
   }
 }

@@ -28,18 +28,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect_tx_if(uint32_t barrier, uint32_t bytes,
-                                                             bool condition) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-      "}\n" ::"r"(barrier),
-      "r"(bytes), "r"(static_cast<uint32_t>(condition))
-      : "memory");
-}
-
 // The conditional arrivals are predicated rather than branched around: a branch between wgmmas makes
 // ptxas serialise them (C7513).
 __device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool condition) {
@@ -178,34 +166,6 @@ __device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap* map
       : "memory");
 }
 
-// The same under a condition, for a warp that runs together and of which one lane issues.
-__device__ __forceinline__ void tma_load_2d_if(uint32_t dst, const CUtensorMap* map, uint32_t barrier,
-                                               int inner, int outer, bool condition) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];\n"
-      "}\n" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(inner), "r"(outer), "r"(static_cast<uint32_t>(condition))
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_load_3d_if(uint32_t dst, const CUtensorMap* map, uint32_t barrier,
-                                               int inner, int middle, int outer, bool condition) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];\n"
-      "}\n" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(inner), "r"(middle), "r"(outer),
-      "r"(static_cast<uint32_t>(condition))
-      : "memory");
-}
-
 // Writes the box at offset `dst` of every CTA in `mask` and counts its bytes on each one's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(uint32_t dst, const CUtensorMap* map,
                                                       uint32_t barrier, int inner, int outer,
@@ -250,18 +210,12 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// kBytes (4 or 16) of global memory to shared memory without a register, zeros unless `inside`; seen by
-// the thread itself after wait_copies.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t dst, const void* src, bool inside) {
-  const uint32_t bytes = inside ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes)
-                 : "memory");
-  }
+// Four bytes of global memory to shared memory without a register, zeros unless `inside`; seen by the
+// thread itself after wait_copies.
+__device__ __forceinline__ void copy_async_u32(uint32_t dst, const void* src, bool inside) {
+  const uint32_t bytes = inside ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void wait_copies() {
