@@ -313,7 +313,8 @@ __device__ __forceinline__ Extremes find_extremes(const DecodeArgs& args, const 
   }
   // One number whose halves grow.
   const uint32_t lack = ~least;
-  uint32_t found = __vmaxu2(prmt(most, lack, 0x7531) & 0xFF00FF, prmt(most, lack, 0x7531) >> 8 & 0xFF00FF);
+  const uint32_t upper = prmt(most, lack, 0x7531);
+  uint32_t found = __vmaxu2(upper & 0xFF00FF, upper >> 8 & 0xFF00FF);
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) {
     found = __vmaxu2(found, __shfl_xor_sync(0xFFFFFFFFu, found, step));
@@ -374,7 +375,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       wait_copies();
       named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
     }
-    // The same for all lanes of a row, and eight rows' of a warp.
+    // The same for a whole warp, as tile_n is a multiple of 8: its lanes exchange what they find.
     if (row < args.tile_n) {
       // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
       const Extremes found =

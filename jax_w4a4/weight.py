@@ -233,20 +233,14 @@ class Weight:
         return self._in_order("linear", "linear")
 
     def _in_order(self, order: str, who: str) -> Weight:
-        if self.sign_order not in formats.SIGN_ORDERS:
-            raise ValueError(
-                f"jax_w4a4.Weight.{who}: sign_order={self.sign_order!r}; expected 'linear' or "
-                "'sorted'"
-            )
+        _check_sign_order(self.sign_order, self.format, f"Weight.{who}")
         if self.sign_order == order:
             return self
         packed = self.packed
         if isinstance(packed, jax.Array | np.ndarray) and packed.dtype != jax.dtypes.float0:
-            if packed.dtype != jnp.uint8 or packed.shape[-1:] == () or packed.shape[-1] % 4:
-                raise (TypeError if packed.dtype != jnp.uint8 else ValueError)(
-                    f"jax_w4a4.Weight.{who}: weight.packed is {_describe(packed)}; expected "
-                    "uint8[...,N,K_pad/2], K_pad a multiple of 32"
-                )
+            # Whole words of eight codes, in a shard too.
+            width = -(-packed.shape[-1] // 4) * 4 if packed.ndim else 4
+            _check("packed", packed, ("uint8",), (*packed.shape[:-1], width), f"Weight.{who}")
             packed = (formats.sort_signs if order == "sorted" else formats.unsort_signs)(packed)
         elif not (packed is None or isinstance(packed, _NO_CODES)):
             # A box with codes in it would keep them in the other order.

@@ -483,24 +483,31 @@ class _Candidate:
         return (self.cost, -c.tile_m * c.tile_n, -c.main_stages, c.lora_stages)
 
 
+def _way_out(problem: Problem, target: Target, kernel: str | None, forced: dict[str, int]) -> str:
+    """What to do where a problem has no design: linear codes if those have one. For refusals only,
+    as it looks for a design once more."""
+    if problem.sign_order == "sorted":
+        try:
+            _design(dataclasses.replace(problem, sign_order="linear"), target, kernel, forced)
+            return "use w.linear(), which undoes w.prepare(), or implementation='xla'"
+        except (NotImplementedError, ValueError):
+            pass
+    return "use implementation='xla'"
+
+
 def _design(
     problem: Problem, target: Target, kernel: str | None, forced: dict[str, int]
 ) -> tuple[Design, tuple[str, ...]]:
     """The design to plan with, and why not the target's first."""
-    way_out = "use implementation='xla'"
-    if problem.sign_order == "sorted":
-        try:
-            _design(dataclasses.replace(problem, sign_order="linear"), target, kernel, forced)
-            way_out = "use w.linear(), which undoes w.prepare(), or implementation='xla'"
-        except (NotImplementedError, ValueError):
-            pass
+    way_out = functools.partial(_way_out, problem, target, kernel, forced)
     if problem.groups:
         return _grouped_design(problem, target, kernel, way_out), ()
     if kernel is None:
         names = _DEFAULT_KERNELS.get(target.cc)
         if names is None:
             raise NotImplementedError(
-                f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; {way_out}"
+                f"jax_w4a4.plan: no kernel design for {target.name} ({target.chip}) yet; "
+                f"{way_out()}"
             )
         last, reasons = names[-1], []
         for name in names[:-1]:
@@ -516,7 +523,7 @@ def _design(
             others = "".join(f", {name}: {why}" for name, why in told)
             raise NotImplementedError(
                 f"jax_w4a4.plan: no kernel for {target.name} takes this: {design.name}: "
-                f"{lacks}{others}; {way_out}"
+                f"{lacks}{others}; {way_out()}"
             )
         return design, tuple(f"kernel {last} instead of {n}: {w}" for n, w in told)
     design = budget.DESIGNS[kernel]
@@ -528,12 +535,14 @@ def _design(
     return _checked(problem, design, target, way_out), ()
 
 
-def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_out: str) -> Design:
+def _grouped_design(
+    problem: Problem, target: Target, kernel: str | None, way_out: Callable[[], str]
+) -> Design:
     """The design for rows sorted by group."""
     name = _GROUPED_KERNELS.get(target.cc)
     if name is None or kernel not in (None, name):
         raise NotImplementedError(
-            f"jax_w4a4.plan: {kernel or target.name} has no kernel for groups of rows; {way_out}"
+            f"jax_w4a4.plan: {kernel or target.name} has no kernel for groups of rows; {way_out()}"
         )
     design = budget.DESIGNS[name]
     path = budget.v2_path(problem)
@@ -546,15 +555,17 @@ def _grouped_design(problem: Problem, target: Target, kernel: str | None, way_ou
         why = quantizer if isinstance(quantizer, str) else None
     if why is not None:
         raise NotImplementedError(
-            f"jax_w4a4.plan: kernel {name} cannot take this: {why}; {way_out}"
+            f"jax_w4a4.plan: kernel {name} cannot take this: {why}; {way_out()}"
         )
     return design
 
 
-def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> Design:
+def _checked(
+    problem: Problem, design: Design, target: Target, way_out: Callable[[], str]
+) -> Design:
     if (lacks := _order_lacks(problem, design)) is not None:
         raise NotImplementedError(
-            f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {lacks}; {way_out}"
+            f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {lacks}; {way_out()}"
         )
     if design.name in ("sm90_v1", "sm100_v1"):
         return design
@@ -571,7 +582,7 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
             other = "plan with kernel=None, which takes another kernel here, or " if linear else ""
             raise NotImplementedError(
                 f"jax_w4a4.plan: kernel {design.name} cannot take this problem: {why}; "
-                f"{other}{way_out}"
+                f"{other}{way_out()}"
             )
         return design
     if design.name == "sm100_v2":
@@ -579,18 +590,18 @@ def _checked(problem: Problem, design: Design, target: Target, way_out: str) -> 
         if why is not None:
             raise NotImplementedError(
                 f"jax_w4a4.plan: kernel sm100_v2 cannot take this problem: {why}; plan with "
-                f"kernel=None, which takes sm100_v1 here, or {way_out}"
+                f"kernel=None, which takes sm100_v1 here, or {way_out()}"
             )
         return design
     if problem.format == "int4":
         raise NotImplementedError(
             f"jax_w4a4.plan: {design.name} has no int4 path ({target.name} has no 4-bit "
-            f"integer MMA); {way_out}, or a weight in nvfp4 or mxfp4"
+            f"integer MMA); {way_out()}, or a weight in nvfp4 or mxfp4"
         )
     if problem.rank and budget.ITEMSIZE[problem.lora_dtype] != 2:
         raise NotImplementedError(
             f"jax_w4a4.plan: {design.name} takes lora_up in bfloat16 or float16, got "
-            f"{problem.lora_dtype}; cast lora_up, or {way_out}"
+            f"{problem.lora_dtype}; cast lora_up, or {way_out()}"
         )
     return design
 
