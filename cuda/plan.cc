@@ -406,7 +406,10 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
   const Region whole[] = {
       {"main ring", 0, ring, ring, 1, 1024},
       {"weight_scale", p.off_weight_scale, p.bytes_weight_scale,
-       DecodeScaleBytes(p.V2Path(), p.tile_n, s.k_pad, p.cluster), 1, 1024},
+       DecodeScaleSlots(p.V2Path(), p.tile_m, p.tile_n, s.k_pad, p.cluster,
+                        p.main_stages) *
+           p.tile_n * kDecodeScaleBox,
+       1, 1024},
       {"act_scale", p.off_act_scale, p.bytes_act_scale,
        GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
       {"lora_act", p.off_lora_act, p.bytes_lora_act,

@@ -57,6 +57,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.off_act = p.smem.act;
   a.scale_boxes = static_cast<int>(
       DecodeScaleBoxes(path, p.tile_n, p.k_pad, p.splits));
+  a.scale_slots = static_cast<int>(DecodeScaleSlots(
+      path, tile_m, p.tile_n, p.k_pad, p.splits, p.stages));
   a.off_scales = p.smem.scales;
   a.off_rows = p.smem.rows;
   a.off_tokens = p.smem.tokens;

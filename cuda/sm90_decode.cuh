@@ -14,13 +14,15 @@
 //
 // Shared memory per CTA, every offset and count given by the plan:
 //   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
-//   partial sums k groups x kTokens x (kRows + 4) fp32, over the ring once it is through
-//   scales       all block scales of the CTA's rows: boxes of 128 bytes x tile_n, 128-byte swizzle
+//   partial sums k groups x kTokens x kRows fp32 in chunks, over the ring once it is through
+//   scales       block scales of the CTA's rows: boxes of 128 bytes x tile_n, 128-byte swizzle. All of them,
+//                or two, which the boxes take in turn; then all are looked through ahead of the loop, those
+//                past two in the ring's last stage
 //   rows         tile_n RowInputs
 //   tokens       kTokens fp32 scales
-//   addend       kTokens x (kRows + 4) fp32, the low-rank product; with two CTAs of the tokens that this
-//                one finishes, and in the place of the others what the peer has of this one's
-//   barriers     16 x stages, 8 for the scales
+//   addend       kTokens x kRows fp32 in chunks, the low-rank product; with two CTAs of the tokens that
+//                this one finishes, and in the place of the others what the peer has of this one's
+//   barriers     16 x stages, and 8 each for the scales, the last stage's scales and the peer's sums
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,7 +65,8 @@ struct DecodeArgs : Watched {
   int tile_n;  // weight rows, a multiple of 8
   // From the plan.
   int stages, stage_bytes;
-  int scale_boxes;
+  int scale_boxes;  // of a CTA
+  int scale_slots;  // how many there is room for
   bool scale_map;  // block scales come by the copy engine
   int off_act;  // inside a stage
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
@@ -90,8 +93,8 @@ __device__ __forceinline__ Share share_of(const DecodeArgs& args) {
 
 // Whether this CTA finishes a token: all of them, or half.
 template <int kTokens>
-__device__ __forceinline__ bool finishes(const DecodeArgs& args, const Share& share, int token) {
-  return args.splits == 1 || token / (kTokens / 2) == share.rank;
+__device__ __forceinline__ bool finishes(const DecodeArgs& args, const Share& share, uint32_t token) {
+  return args.splits == 1 || token / (kTokens / 2) == static_cast<uint32_t>(share.rank);
 }
 
 // kRows and the division of the work; see DecodeShape.
@@ -108,14 +111,52 @@ struct Division {
   static constexpr int kRecords = kStageK / kGroups / Path::kStageK;
   static constexpr int kBoxRecords = kDecodeBoxK / Path::kStageK;
   static constexpr int kScaleBytes = kGroups * kRecords * Path::kStageScales;  // of a row and stage
-  static constexpr int kPitch = kRows + 4;  // floats; a quad's tokens lie in different banks
+  // A chunk is what a lane has of a sum: two tokens and kHalves rows. A unit is a warp's chunks of eight
+  // tokens, and the tile's units are in the order of their rows, then of their tokens.
+  static constexpr int kChunk = 2 * kHalves;            // fp32
+  static constexpr int kUnitRows = 8 * kHalves;
+  static constexpr int kRowUnits = kRows / kUnitRows;
   static_assert(kRows == kMostRows && kRecords * Path::kStageK * kGroups == kStageK);
 };
+
+// The row in its warp's unit that a lane serves; with two halves the next one as well. Of eight lanes that
+// read 16 bytes of shared memory each, four take a row in the lower half of the swizzle pattern and four one
+// in the upper.
+template <int kHalves>
+__device__ __forceinline__ int lane_row(int lane) {
+  const int upper = lane / 4 % 2 * 4;
+  return kHalves == 1 ? upper + lane / 8 : upper + lane / 8 % 2 * 2 + lane / 16 * 8;
+}
+
+// Bytes from the start of a sum of the tile to a lane's chunk of a unit.
+template <class D, int kTokens>
+__device__ __forceinline__ uint32_t chunk_place(int row_unit, int token_unit, int lane) {
+  return ((row_unit * (kTokens / 8) + token_unit) * 32 + lane) * (4 * D::kChunk);
+}
 
 // ---- load ----
 
 __device__ __forceinline__ uint32_t scale_barrier(const DecodeArgs& args, uint32_t smem) {
   return smem + args.off_barriers + 16 * args.stages;
+}
+// Complete once the scales in the ring's last stage have been looked through.
+__device__ __forceinline__ uint32_t seen_barrier(const DecodeArgs& args, uint32_t smem) {
+  return scale_barrier(args, smem) + 8;
+}
+__device__ __forceinline__ uint32_t sum_barrier(const DecodeArgs& args, uint32_t smem) {
+  return scale_barrier(args, smem) + 16;
+}
+
+// Whether block scales lie in the ring's last stage at first.
+__device__ __forceinline__ bool in_last_stage(const DecodeArgs& args) {
+  return args.scale_boxes > args.scale_slots;
+}
+
+// Where a box of block scales lies while all are looked through.
+__device__ __forceinline__ uint32_t scale_box(const DecodeArgs& args, uint32_t smem, int box) {
+  const bool in_ring = box >= args.scale_slots;
+  return smem + (in_ring ? (args.stages - 1) * args.stage_bytes : args.off_scales) +
+         (in_ring ? box - args.scale_slots : box) * args.tile_n * kDecodeScaleBox;
 }
 
 template <class Path, int kTokens, int kRows>
@@ -158,12 +199,12 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
 template <int kTokens>
 __device__ __forceinline__ int first_stages(const DecodeArgs& args, const Share& share) {
   const int most = kTokens > 16 || share.steps >= 8 ? 2 : 1;
-  return min(min(most, args.stages), share.steps);
+  return min(min(most, args.stages - in_last_stage(args)), share.steps);
 }
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ int early_stages(const DecodeArgs& args, const Share& share) {
   if (args.steps * Division<Path, kRows>::kStageK <= 4096) return first_stages<kTokens>(args, share);
-  return min(min(4, args.stages), share.steps);
+  return min(min(4, args.stages - in_last_stage(args)), share.steps);
 }
 
 template <class Path, int kTokens, int kRows>
@@ -183,6 +224,33 @@ __device__ __forceinline__ void load_stages(const DecodeArgs& args, uint32_t sme
   }
 }
 
+// The boxes of block scales that come during the loop, from L2, each with the weights of a stage.
+template <class Path, int kRows>
+struct NextScales {
+  // Stages that a box covers.
+  static constexpr int kStages =
+      Path::kStageScales > 0 ? kDecodeScaleBox / Division<Path, kRows>::kScaleBytes : 1;
+  int box, step;
+
+  // The slot of a stage is free once the stage so many before is through, here the last of the box whose
+  // place this one takes. The stage that it comes with is ahead of those that it covers, as the plan has no
+  // more stages in the ring than a box covers.
+  __device__ __forceinline__ explicit NextScales(const DecodeArgs& args)
+      : box(args.scale_slots), step(kStages - 1 + args.stages) {}
+
+  __device__ __forceinline__ bool come_with(const DecodeArgs& args, int step) const {
+    return Path::kStageScales > 0 && box < args.scale_boxes && step == this->step;
+  }
+
+  __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, uint32_t full,
+                                       const Share& share) {
+    tma_load_2d(scale_box(args, smem, box % args.scale_slots), &args.scales, full,
+                scale_share<Path, kRows>(args, share).first + box * kDecodeScaleBox, share.n0);
+    ++box;
+    step += kStages;
+  }
+};
+
 // What need not wait for the launch before. The weights may be results of XLA operations before this
 // call: those ended before the first kernel of this handler began, which is launched without the
 // dependent attribute, and every kernel of the handler begins after that one. So only what the handler's
@@ -197,8 +265,8 @@ __device__ __forceinline__ void load_early(const DecodeArgs& args, uint32_t smem
     const int first = scale_share<Path, kRows>(args, share).first;
     mbarrier_arrive_expect_tx(barrier, args.scale_boxes * box_bytes);
     for (int box = 0; box < args.scale_boxes; ++box) {
-      tma_load_2d(smem + args.off_scales + box * box_bytes, &args.scales, barrier,
-                  first + box * kDecodeScaleBox, share.n0);
+      tma_load_2d(scale_box(args, smem, box), &args.scales, barrier, first + box * kDecodeScaleBox,
+                  share.n0);
     }
   }
   load_stages<Path, kTokens, kRows>(args, smem, ring, share, 0, first_stages<kTokens>(args, share));
@@ -215,11 +283,18 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
   load_stages<Path, kTokens, kRows>(args, smem, ring, share, first, early);
   RingState stage;
   grid_dependency_wait();
+  NextScales<Path, kRows> scales(args);
   for (int step = 0; step < share.steps; ++step) {
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
     const uint32_t full = ring.full(stage);
     if (step >= early) {
-      ring.acquire(stage, stage_bytes<Path, kTokens, kRows>(args.tile_n));
+      if (in_last_stage(args) && step == args.stages - 1) {
+        watched_wait(args, RingName::kDecodeSeen, seen_barrier(args, smem), 0);
+      }
+      const bool brings_scales = scales.come_with(args, step);
+      const uint32_t more = brings_scales ? args.tile_n * kDecodeScaleBox : 0;
+      ring.acquire(stage, stage_bytes<Path, kTokens, kRows>(args.tile_n) + more);
+      if (brings_scales) scales.load(args, smem, full, share);
       load_weights<Path, kTokens, kRows>(args, slot, full, share.first_step + step, share.n0);
     }
     load_activations<Path, kTokens, kRows>(args, slot, full, share.first_step + step);
@@ -261,8 +336,7 @@ struct ScaleWalk {
 // Where 16 bytes of the block scales of a row lie.
 __device__ __forceinline__ uint32_t scale_place(const DecodeArgs& args, uint32_t smem, int row,
                                                 int piece) {
-  return smem + args.off_scales + (piece / 8 * args.tile_n + row) * kDecodeScaleBox +
-         (piece % 8 ^ row % 8) * 16;
+  return scale_box(args, smem, piece / 8) + row * kDecodeScaleBox + (piece % 8 ^ row % 8) * 16;
 }
 
 // Block scales of all rows where the copy engine can't fetch them, in pieces of kBytes.
@@ -387,6 +461,10 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       }
       if (thread % kLanes == 0) write(row, v);
     }
+    if (in_last_stage(args)) {
+      __syncwarp();
+      mbarrier_arrive_if(seen_barrier(args, smem), lane == 0);
+    }
   }
   named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
 }
@@ -409,63 +487,65 @@ __device__ __forceinline__ auto table(const Fold& fold, uint32_t scale) {
   }
 }
 
-// Whether a stage's codes and scales are read while the last MMAs of the stage before run. Its slot goes
-// back only then, which with many tokens and few stages costs more than it saves (us of both launches
-// without and with: 4096x14336 12.1 and 12.0 at M = 1, 12.8 and 12.5 at M = 16; 8192x8192, M = 16, 13.3
-// and 13.0).
+// How the MMAs of a record and the expansion of weights lie over each other: fragment by fragment, or with
+// many tokens, where registers allow two sets of fragments, record by record. ptxas would put the fragments
+// of a record in front of all its MMAs but one, where the tensor core then waits.
 template <int kTokens>
-constexpr bool kReadAhead = kTokens <= 16;
+constexpr bool kWholeRecords = kTokens > 16;
 
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
-// four MMAs. Fragments are written while the MMAs before are in flight.
+// four MMAs. What is expanded is ahead of them, and so are a stage's codes and scales.
 template <class Path, int kTokens, int kRows, bool kFlush>
 __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
-                                         int steps, float (&acc)[kTokens / 2], int group, int block,
-                                         int warp, int lane) {
+                                         int steps, float (&acc)[kTokens / 2], int group, int row_unit,
+                                         int lane) {
   using D = Division<Path, kRows>;
+  using Fragments = uint32_t[4][4];
   const int q = lane % 4;
-  // Of eight lanes that read shared memory together four take a row in the lower half of the swizzle
-  // pattern and four one in the upper: rows 0, 4, 1, 5, 2, 6, 3, 7.
-  const int g = lane / 4 % 2 * 4 + lane / 8;
-  // Groups of eight rows past the last repeat it; what they sum up is never read.
-  const int last = args.tile_n / 8 - 1;
-  const int group8[2] = {min(block * 8 + warp, last), min(block * 8 + warp + 4, last)};
   // First record of this warpgroup in a stage.
   const int record = group * D::kRecords;
   const int chunk = record % D::kBoxRecords * (Path::kWeightBytes / 16) + q * Path::kLaneBytes / 16;
-  const uint32_t in_row = (chunk ^ g) * 16 + q * Path::kLaneBytes % 16;
   const uint32_t box = smem + record / D::kBoxRecords * args.tile_n * kBoxBytes;
   uint32_t weight[D::kHalves], scales[D::kHalves];
   typename Path::RowFold fold[2] = {typename Path::RowFold(0), typename Path::RowFold(0)};
 #pragma unroll
   for (int h = 0; h < D::kHalves; ++h) {
-    const int row = group8[h] * 8 + g;
-    weight[h] = box + row * kBoxBytes + in_row;
-    // Row % 8 is g, which the swizzle adds to the number of 16 bytes.
+    int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane) + h;
+    const int g = row % 8;
+    // Rows past the last eight repeat them; what they sum up is never read.
+    row = min(row, args.tile_n - 8 + g);
+    // The swizzle adds row % 8 to the number of 16 bytes.
+    weight[h] = box + row * kBoxBytes + (chunk ^ g) * 16 + q * Path::kLaneBytes % 16;
     scales[h] = smem + args.off_scales + row * kDecodeScaleBox +
                 (g * 16 ^ (record * Path::kStageScales + q * (Path::kStageScales / 4)));
     fold[h] = typename Path::RowFold(
         base_of<Path>(load_shared_u32(smem + args.off_rows + row * 16 + 12)));
     if constexpr (kMayFlush<Path>) fold[h].keep();
+    // Opaque, or they are worked out anew for every stage.
+    asm volatile("" : "+r"(weight[h]), "+r"(scales[h]));
   }
-  const uint32_t act = smem + args.off_act + record * kTokens * kBoxBytes;
+  const uint64_t act = matrix_descriptor<kBoxBytes>(smem + args.off_act + record * kTokens * kBoxBytes);
 
   // Rows that no thread serves are zero all along; opaque, or they are made anew under a running MMA.
-  uint32_t a[4][4];
+  Fragments a[kWholeRecords<kTokens> ? 2 : 1];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 4][i % 4]));
+  for (int i = 0; i < static_cast<int>(sizeof a / 4); ++i) {
+    asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 16][i / 4 % 4][i % 4]));
+  }
   RingState stage;
   uint32_t block_scale[D::kRecords][2];
   decltype(Path::load_packed(0)) packed[D::kRecords][2];
   const auto read_stage = [&](int step) {
     // The stage's scales: in which box, and where in it.
     const uint32_t scale = step * D::kScaleBytes;
-    const uint32_t box = scale / kDecodeScaleBox * (args.tile_n * kDecodeScaleBox);
+    uint32_t place = scale / kDecodeScaleBox;
+    if (kTokens > 16 && in_last_stage(args)) place %= 2;
+    place *= args.tile_n * kDecodeScaleBox;
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {
 #pragma unroll
       for (int h = 0; h < D::kHalves; ++h) {
-        block_scale[r][h] = load_scale<Path>((scales[h] ^ scale % kDecodeScaleBox) + box +
+        block_scale[r][h] = load_scale<Path>((scales[h] ^ scale % kDecodeScaleBox) + place +
                                              r * Path::kStageScales);
       }
     }
@@ -479,158 +559,253 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
       }
     }
   };
-  if (kReadAhead<kTokens>) read_stage(0);
-  for (int step = 0; step < steps; ++step) {
-    if (!kReadAhead<kTokens>) read_stage(step);
-    const uint32_t slot = stage.slot * args.stage_bytes;
+  decltype(table<0, kFlush>(fold[0], 0)) table0, table1;
+  const auto expand = [&](int r, int s, uint32_t (&to)[4]) {
+    if (s == 0) {
+      table0 = table<0, kFlush>(fold[0], block_scale[r][0]);
+      table1 = table<0, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
+    }
+    if (s == 2 && Path::kLaneBlocks == 2) {
+      table0 = table<1, kFlush>(fold[0], block_scale[r][0]);
+      table1 = table<1, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
+    }
+    Path::expand(packed[r][0], s, table0, to[0], to[2]);
+    if constexpr (D::kHalves == 2) Path::expand(packed[r][1], s, table1, to[1], to[3]);
+  };
+  const auto expand_record = [&](int r, Fragments& to) {
 #pragma unroll
-    for (int r = 0; r < D::kRecords; ++r) {
-      const auto packed0 = packed[r][0];
-      const auto packed1 = packed[r][D::kHalves - 1];
-      auto table0 = table<0, kFlush>(fold[0], block_scale[r][0]);
-      auto table1 = table<0, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
-      const uint64_t b = matrix_descriptor<kBoxBytes>(act + slot + r * kTokens * kBoxBytes);
+    for (int s = 0; s < 4; ++s) expand(r, s, to[s]);
+  };
+  const uint32_t stage_pieces = static_cast<uint32_t>(args.stage_bytes) / 16;
+  const auto descriptor = [&](int r) {
+    // Counts pieces of 16 bytes, and nothing carries into the upper half. Opaque, or each MMA's is worked
+    // out by itself.
+    uint64_t b;
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(b)
+        : "r"(static_cast<uint32_t>(act) + stage.slot * stage_pieces), "r"(static_cast<uint32_t>(act >> 32)));
+    return b + r * kTokens * kBoxBytes / 16;
+  };
+  const auto mma = [&](int step, int r, int s, const uint32_t (&fragment)[4]) {
+    using Accumulators = typename Path::Accumulator[kTokens / 2];
+    const uint64_t b = descriptor(r);
+    Wgmma<kTokens>::template rs<Path::kMma>(reinterpret_cast<Accumulators&>(acc), fragment, b + 2 * s,
+                                            s > 0 || r > 0 || step > 0);
+  };
+  // Record r of a stage.
+  const auto turn = [&](int step, int r, Fragments& now, Fragments& next) {
+    wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        if (s == 2 && Path::kLaneBlocks == 2) {
-          table0 = table<1, kFlush>(fold[0], block_scale[r][0]);
-          table1 = table<1, kFlush>(fold[1], block_scale[r][D::kHalves - 1]);
-        }
-        Path::expand(packed0, s, table0, a[s][0], a[s][2]);
-        if constexpr (D::kHalves == 2) Path::expand(packed1, s, table1, a[s][1], a[s][3]);
+    for (int s = 0; s < 4; ++s) mma(step, r, s, now[s]);
+    wgmma_commit();
+    if (r + 1 < D::kRecords) {
+      expand_record(r + 1, next);
+      wgmma_wait<0>();
+      return;
+    }
+    const int through = stage.slot;
+    ring.advance(stage);
+    if (step + 1 < steps) {
+      read_stage(step + 1);
+      expand_record(0, next);
+    }
+    wgmma_wait<0>();
+    ring.release<1>(through, lane);
+  };
+  read_stage(0);
+  if constexpr (!kWholeRecords<kTokens>) {
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int f = 0; f < 4 * D::kRecords; ++f) {
+        expand(f / 4, f % 4, a[0][f % 4]);
         wgmma_fence();
-        using Accumulators = typename Path::Accumulator[kTokens / 2];
-        Wgmma<kTokens>::template rs<Path::kMma>(reinterpret_cast<Accumulators&>(acc), a[s],
-                                                b + 2 * s, s > 0 || r > 0 || step > 0);
+        mma(step, f / 4, f % 4, a[0][f % 4]);
         wgmma_commit();
-        // The next fragment's registers are free. After the last one the slot goes back at once, though
-        // no MMA is then in flight: what bounds many tokens is how soon a slot is filled again
-        // (8192x8192, three stages at M = 64: 15.1 us, 15.9 when it goes back behind the first MMA of
-        // the next stage; 11.9 and 11.6 at M = 1, but 11.7 and 12.1 at 4096x14336, M = 16).
-        if (s == 3 && r == D::kRecords - 1) {
-          const int through = stage.slot;
-          ring.advance(stage);
-          if (kReadAhead<kTokens> && step + 1 < steps) read_stage(step + 1);
-          wgmma_wait<0>();
-          ring.release<1>(through, lane);
-        } else {
+        // The next fragment's registers are free.
+        if (f + 1 < 4 * D::kRecords) {
           wgmma_wait<3>();
+          continue;
         }
+        const int through = stage.slot;
+        ring.advance(stage);
+        if (step + 1 < steps) read_stage(step + 1);
+        wgmma_wait<0>();
+        ring.release<1>(through, lane);
       }
+    }
+  } else if constexpr (D::kRecords == 1) {
+    // Two records a round, so that the sets of fragments are known.
+    expand_record(0, a[0]);
+    for (int step = 0; step < steps; step += 2) {
+      turn(step, 0, a[0], a[1]);
+      if (step + 1 < steps) turn(step + 1, 0, a[1], a[0]);
+    }
+  } else {
+    static_assert(D::kRecords % 2 == 0);
+    expand_record(0, a[0]);
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int r = 0; r < D::kRecords; ++r) turn(step, r, a[r % 2], a[(r + 1) % 2]);
     }
   }
   pin(acc);
 }
 
-// Sums to shared memory; groups of eight rows past the last have room of their own.
-template <class Path, int kTokens, int kRows>
-__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t smem,
-                                              const float (&acc)[kTokens / 2], int group, int block,
-                                              int warp, int lane) {
-  using D = Division<Path, kRows>;
-  const int g = lane / 4 % 2 * 4 + lane / 8;
-  const uint32_t at = smem + args.off_partial +
-                      ((group * kTokens + lane % 4 * 2) * D::kPitch + block * 64 + warp * 8 + g) * 4;
-#pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2 * D::kHalves; ++i) {
-      store_shared_u32(at + ((8 * j + i % 2) * D::kPitch + i / 2 * 32) * 4,
-                       __float_as_uint(acc[4 * j + i]));
-    }
+// ---- sums ----
+
+template <int kFloats>
+__device__ __forceinline__ void store_chunk(uint32_t address, const float* v) {
+  if constexpr (kFloats == 4) {
+    store_shared_v4(address, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]),
+                                        __float_as_uint(v[2]), __float_as_uint(v[3])));
+  } else {
+    store_shared_v2(address, v[0], v[1]);
   }
 }
 
-// Two neighbouring rows of the tile and every so many tokens, one thread's part of the result.
+template <class T, int kCount>
+__device__ __forceinline__ void load_chunk(uint32_t address, T (&v)[kCount]) {
+  static_assert(sizeof(T) == 4 && (kCount == 4 || kCount == 2));
+  if constexpr (kCount == 4) {
+    const uint4 raw = load_shared_v4(address);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<const T&>(words[i]);
+  } else {
+    const uint2 raw = load_shared_v2(address);
+    v[0] = reinterpret_cast<const T&>(raw.x);
+    v[1] = reinterpret_cast<const T&>(raw.y);
+  }
+}
+
+// A warpgroup's sums to shared memory; rows past the last have room of their own.
 template <class Path, int kTokens, int kRows>
-struct Finish {
+__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t smem,
+                                              const float (&acc)[kTokens / 2], int group, int row_unit,
+                                              int lane) {
+  using D = Division<Path, kRows>;
+  const uint32_t sum = smem + args.off_partial + group * kTokens * kRows * 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    store_chunk<D::kChunk>(sum + chunk_place<D, kTokens>(row_unit, j, lane), acc + 4 * j);
+  }
+}
+
+// Bytes of the peer's sums: units of the tokens that this CTA finishes.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ uint32_t peer_bytes(const DecodeArgs& args, const Share& share) {
+  using D = Division<Path, kRows>;
+  constexpr int kHalf = kTokens / 2;
+  const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;
+  const int tokens = min(max(args.m - share.rank * kHalf, 0), kHalf);
+  const int token_pairs = kTokens == 8 ? kHalf / 2 : (tokens + 7) / 8 * 4;
+  return row_units * token_pairs * (8 * 4 * D::kChunk);
+}
+
+// Rows n and n + 1 of a token.
+__device__ __forceinline__ void store_pair(const DecodeArgs& args, __nv_bfloat16* out, int n, float first,
+                                           float second) {
+  const __nv_bfloat162 y = __floats2bfloat162_rn(first, second);
+  if (args.n % 2 == 0) {
+    *reinterpret_cast<__nv_bfloat162*>(out) = y;
+  } else {
+    out[0] = y.x;
+    if (n + 1 < args.n) out[1] = y.y;
+  }
+}
+
+// What the multiply warps do once all sums are in shared memory: a warp has the rows of one unit and every
+// so many tokens, a lane a chunk at a time. Few instructions count, as all warps run them at once.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void finish(const DecodeArgs& args, const Share& share, uint32_t smem,
+                                       int warp, int lane) {
   using D = Division<Path, kRows>;
   using Sum = typename Path::Accumulator;
-  static constexpr int kPairs = kRows / 2;
-  static constexpr int kStep = kMultiplyThreads / kPairs;  // tokens at once
-
-  const DecodeArgs& args;
-  const Share& share;
-  uint32_t smem;
-  int row, first_token;
-  RowInputs inputs[2];
-
-  __device__ __forceinline__ Finish(const DecodeArgs& args, const Share& share, uint32_t smem,
-                                    int thread)
-      : args(args), share(share), smem(smem), row(thread % kPairs * 2),
-        first_token(thread / kPairs) {
+  constexpr int kTokenUnits = kTokens / 8;
+  constexpr int kWarps = kMultiplyWarps / D::kRowUnits;  // that share the tokens
+  const int row_unit = warp % D::kRowUnits;
+  const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
+  float scale_lo[D::kHalves], scale_hi[D::kHalves], bias[D::kHalves];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int at = min(row + j, args.tile_n - 1);
-      const uint4 raw = load_shared_v4(smem + args.off_rows + at * 16);
-      inputs[j] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                   static_cast<int>(raw.w)};
-    }
+  for (int h = 0; h < D::kHalves; ++h) {
+    const uint4 raw = load_shared_v4(smem + args.off_rows + min(row + h, args.tile_n - 1) * 16);
+    scale_lo[h] = __uint_as_float(raw.x);
+    scale_hi[h] = __uint_as_float(raw.y);
+    bias[h] = __uint_as_float(raw.z);
   }
-
-  __device__ __forceinline__ uint32_t place(int token) const {
-    return (token * D::kPitch + row) * 4;
-  }
-
-  // The warpgroups' sums in their order, scaled.
-  __device__ __forceinline__ float2 scaled(int token) const {
-    Sum sum[2] = {};
+  const int n = share.n0 + row;
+  const bool has_row = row < args.tile_n && n < args.n;
+  // What the peer waits for comes first.
+  const int flip = args.splits > 1 && share.rank == 0 ? kTokenUnits / 2 : 0;
+#pragma unroll
+  for (int i = 0; i < (kTokenUnits + kWarps - 1) / kWarps; ++i) {
+    const int unit = warp / D::kRowUnits + i * kWarps ^ flip;
+    if (unit * 8 >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
+    const int token = unit * 8 + lane % 4 * 2;
+    const uint32_t place = chunk_place<D, kTokens>(row_unit, unit, lane);
+    // The warpgroups' sums in their order.
+    Sum sum[D::kChunk] = {};
 #pragma unroll
     for (int group = 0; group < D::kGroups; ++group) {
-      const uint2 part = load_shared_v2(smem + args.off_partial +
-                                        group * kTokens * D::kPitch * 4 + place(token));
-      sum[0] += reinterpret_cast<const Sum&>(part.x);
-      sum[1] += reinterpret_cast<const Sum&>(part.y);
+      Sum part[D::kChunk];
+      load_chunk(smem + args.off_partial + group * kTokens * kRows * 4 + place, part);
+#pragma unroll
+      for (int j = 0; j < D::kChunk; ++j) sum[j] += part[j];
     }
-    float token_scale = 1.0f;
-    if constexpr (Path::kTokenScale) {
-      token_scale = __uint_as_float(load_shared_u32(smem + args.off_tokens + token * 4));
+    float token_scale[2] = {1.0f, 1.0f};
+    if constexpr (Path::kTokenScale) load_chunk(smem + args.off_tokens + token * 4, token_scale);
+    float v[D::kChunk];
+#pragma unroll
+    for (int j = 0; j < D::kChunk; ++j) {
+      const RowInputs inputs = {scale_lo[j / 2], scale_hi[j / 2], bias[j / 2], 0};
+      v[j] = Path::scaled(reinterpret_cast<const float&>(sum[j]), inputs, token_scale[j % 2]);
     }
-    return {Path::scaled(reinterpret_cast<const float&>(sum[0]), inputs[0], token_scale),
-            Path::scaled(reinterpret_cast<const float&>(sum[1]), inputs[1], token_scale)};
-  }
-
-  // The peer's tokens to the peer, into places of tokens that it does not finish.
-  __device__ __forceinline__ void give() const {
-    if (row >= args.tile_n) return;
-    for (int token = first_token; token < args.m; token += kStep) {
-      if (finishes<kTokens>(args, share, token)) continue;
-      const int other = (token + kTokens / 2) % kTokens;
-      store_cluster_f2(smem + args.off_addend + place(other), 1 - share.rank, scaled(token));
-    }
-  }
-
-  __device__ __forceinline__ float2 addend(int token) const {
-    const uint2 raw = load_shared_v2(smem + args.off_addend + place(token));
-    return {__uint_as_float(raw.x), __uint_as_float(raw.y)};
-  }
-
-  __device__ __forceinline__ void store() const {
-    const int n = share.n0 + row;
-    if (row >= args.tile_n || n >= args.n) return;
-#pragma unroll 2
-    for (int token = first_token; token < args.m; token += kStep) {
-      if (!finishes<kTokens>(args, share, token)) continue;
-      float2 sum = scaled(token);
-      if (args.splits > 1) {
-        const float2 peer = addend((token + kTokens / 2) % kTokens);
-        sum = {sum.x + peer.x, sum.y + peer.y};
+    const auto add = [&](uint32_t place) {
+      float addend[D::kChunk];
+      load_chunk(smem + args.off_addend + place, addend);
+#pragma unroll
+      for (int j = 0; j < D::kChunk; ++j) v[j] += addend[j];
+    };
+    bool inside = has_row;
+    if (args.splits > 1) {
+      const bool mine = finishes<kTokens>(args, share, token);
+      // Where the other CTA has this chunk is the place of tokens that it does not finish.
+      const uint32_t other =
+          kTokenUnits > 1 ? chunk_place<D, kTokens>(row_unit, unit ^ kTokenUnits / 2, lane)
+                          : chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);
+      if (!mine) {
+        store_cluster_async<D::kChunk>(smem + args.off_addend + other, sum_barrier(args, smem),
+                                       1 - share.rank, v);
       }
-      if (args.rank > 0) {
-        const float2 low_rank = addend(token);
-        sum = {sum.x + low_rank.x, sum.y + low_rank.y};
+      // Eight tokens of a tile of eight are of both CTAs.
+      if (!__any_sync(0xFFFFFFFFu, mine)) continue;
+      watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+      if (mine) add(other);
+      inside = inside && mine;
+    }
+    if (args.rank > 0) add(place);
+    __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
+    if constexpr (D::kHalves == 2) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (inside && token + j < args.m) {
+          store_pair(args, out + j * args.n, n, v[j] + bias[0], v[2 + j] + bias[1]);
+        }
       }
-      const __nv_bfloat162 y = __floats2bfloat162_rn(sum.x + inputs[0].bias, sum.y + inputs[1].bias);
-      __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
-      if (args.n % 2 == 0) {
-        *reinterpret_cast<__nv_bfloat162*>(out) = y;
-      } else {
-        out[0] = y.x;
-        if (n + 1 < args.n) out[1] = y.y;
+    } else {
+      // The lane of an even row stores the first token, that of the next row the second.
+      const bool odd = row % 2 == 1;
+      const float mine = (odd ? v[1] : v[0]) + bias[0];
+      const float theirs = __shfl_xor_sync(0xFFFFFFFFu, (odd ? v[0] : v[1]) + bias[0], 8);
+      if (inside && token + odd < args.m) {
+        store_pair(args, odd ? out + args.n - 1 : out, n - odd, odd ? theirs : mine,
+                   odd ? mine : theirs);
       }
     }
   }
-};
+  // The peer writes here: not before that is through may the CTA end.
+  if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+}
 
 // ---- add ----
 
@@ -640,44 +815,73 @@ __device__ __forceinline__ uint4 load_ranks(const __nv_bfloat16* row, int rank, 
   return *reinterpret_cast<const uint4*>(row + rank);
 }
 
-// The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two
-// pairs k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
+// What a lane has of 16 rows of lora_up and 32 ranks, for two MMAs: eight ranks of two rows.
+struct LoraUp {
+  uint4 row[2];
+};
+
+template <class D>
+__device__ __forceinline__ LoraUp load_lora_up(const DecodeArgs& args, const Share& share, int block,
+                                               int rank, int lane) {
+  constexpr int kNext = D::kHalves == 2 ? 1 : 8;  // from a lane's first row to its second
+  const int row = share.n0 + block * 16 + lane_row<D::kHalves>(lane);
+  const __nv_bfloat16* up = args.lora_up + static_cast<int64_t>(row) * args.rank;
+  return {{load_ranks(up, rank, args.rank, row < args.n),
+           load_ranks(up + kNext * args.rank, rank, args.rank, row + kNext < args.n)}};
+}
+
+// lora_up of the CTA's rows to L2 by the add warps, a line at a time.
+__device__ __forceinline__ void prefetch_lora_up(const DecodeArgs& args, const Share& share, int thread) {
+  const int64_t rows = min(args.tile_n, args.n - share.n0);
+  const char* from = reinterpret_cast<const char*>(args.lora_up) + int64_t{2} * share.n0 * args.rank;
+  for (int64_t at = 128 * thread; at < 2 * rows * args.rank; at += 128 * 32 * kAddWarps) {
+    prefetch_l2(from + at);
+  }
+}
+
+__device__ __forceinline__ void multiply_ranks(float (&acc)[4], const LoraUp& up, const uint4& act) {
+  MmaBf16(acc, {up.row[0].x, up.row[1].x, up.row[0].y, up.row[1].y}, act.x, act.y);
+  MmaBf16(acc, {up.row[0].z, up.row[1].z, up.row[0].w, up.row[1].w}, act.z, act.w);
+}
+
+// The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two pairs
+// k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem,
                                              const Share& share, int warp, int lane) {
   using D = Division<Path, kRows>;
   constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
-  const int g = lane / 4;
   const int q = lane % 4;
-  for (int block = warp; block * 16 < args.tile_n; block += kAddWarps) {
-    const int row = share.n0 + block * 16 + g;
-    const __nv_bfloat16* up = args.lora_up + static_cast<int64_t>(row) * args.rank;
-    for (int first = 0; first < args.m; first += kPart) {
+  for (int first = 0; first < args.m; first += kPart) {
+    if (kPart < kTokens && !finishes<kTokens>(args, share, first)) continue;
+    const auto load_act = [&](int j, int rank) {
+      const int token = first + 8 * j + lane / 4;
+      return load_ranks(args.lora_act + token * args.rank, rank, args.rank, token < args.m);
+    };
+    // All blocks of the warp have these.
+    uint4 act[kPart / 8];
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) act[j] = load_act(j, 8 * q);
+    for (int block = warp; block * 16 < args.tile_n; block += kAddWarps) {
       float acc[kPart / 8][4] = {};
-      for (int rank = 8 * q; rank < args.rank + 8 * q; rank += 32) {
-        const uint4 a0 = load_ranks(up, rank, args.rank, row < args.n);
-        const uint4 a1 = load_ranks(up + 8 * args.rank, rank, args.rank, row + 8 < args.n);
-        uint4 b[kPart / 8];
+      LoraUp up = load_lora_up<D>(args, share, block, 8 * q, lane);
 #pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
-          const int token = first + 8 * j + g;
-          b[j] = load_ranks(args.lora_act + token * args.rank, rank, args.rank, token < args.m);
-        }
+      for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up, act[j]);
+      for (int rank = 32; rank < args.rank; rank += 32) {
+        up = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
 #pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
-          MmaBf16(acc[j], {a0.x, a1.x, a0.y, a1.y}, b[j].x, b[j].y);
-          MmaBf16(acc[j], {a0.z, a1.z, a0.w, a1.w}, b[j].z, b[j].w);
-        }
+        for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up, load_act(j, rank + 8 * q));
       }
-      const uint32_t at =
-          smem + args.off_addend + ((first + 2 * q) * D::kPitch + block * 16 + g) * 4;
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
+        const int token = first + 8 * j + 2 * q;
+        if (!finishes<kTokens>(args, share, token)) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!finishes<kTokens>(args, share, first + 8 * j + 2 * q + i % 2)) continue;
-          store_shared_u32(at + ((8 * j + i % 2) * D::kPitch + i / 2 * 8) * 4,
-                           __float_as_uint(acc[j][i]));
+        for (int h = 0; h < 4 / D::kChunk; ++h) {
+          store_chunk<D::kChunk>(
+              smem + args.off_addend +
+                  chunk_place<D, kTokens>(block * 4 / D::kChunk + h, first / 8 + j, lane),
+              acc[j] + 2 * h);
         }
       }
     }
@@ -702,18 +906,19 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecode));
-  // For the peer, which writes here at the end; relaxed, as nothing is published.
-  if (args.splits > 1) cluster_arrive_relaxed();
+  // For the peer, which writes here at the end. Relaxed: all that it has to know of is the barrier of the
+  // sums, and the load warp arrives behind a fence of its own.
+  if (args.splits > 1 && warp != kLoadWarp) cluster_arrive_relaxed();
 
   if (warp < kMultiplyWarps) {
     prepare_rows<Path, kRows>(args, smem, share, warp, lane, [] { __syncthreads(); });
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
-    const int block = warpgroup / D::kGroups;
+    const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
     float acc[kTokens / 2];
     const auto run = [&](auto flush) {
       multiply<Path, kTokens, kRows, decltype(flush)::value>(args, smem, ring, share.steps, acc, group,
-                                                             block, warp % 4, lane);
+                                                             row_unit, lane);
     };
     // The same in all warps of the CTA, as the MMAs of a warpgroup must be. With 32 rows ptxas serializes
     // the MMAs of two loops (C7511).
@@ -725,48 +930,50 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     }
     // Everyone is through with the ring, over which the sums are laid.
     named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
-    store_partial<Path, kTokens, kRows>(args, smem, acc, group, block, warp % 4, lane);
+    store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
     named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
-    const Finish<Path, kTokens, kRows> finish(args, share, smem, threadIdx.x);
-    if (args.splits > 1) {
-      cluster_wait();
-      finish.give();
-      cluster_sync();
-    }
-    finish.store();
+    if (args.splits > 1) cluster_wait();
+    finish<Path, kTokens, kRows>(args, share, smem, warp, lane);
     return;
   }
   if (warp == kLoadWarp) {
     if (elect_one()) {
       ring.init(kMultiplyWarps);
       mbarrier_init(scale_barrier(args, smem), 1);
+      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps);
+      mbarrier_init(sum_barrier(args, smem), 1);
       fence_mbarrier_init();
+      if (args.splits > 1) {
+        mbarrier_arrive_expect_tx(sum_barrier(args, smem),
+                                  peer_bytes<Path, kTokens, kRows>(args, share));
+      }
       load_early<Path, kTokens, kRows>(args, smem, ring, share);
       prefetch_tensor_map(&args.act);
     }
+    __syncwarp();
+    if (args.splits > 1) cluster_arrive_relaxed();
     __syncthreads();
     if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {
     __syncthreads();
+    const int token = threadIdx.x - 32 * (kLoadWarp + 1);
+    // An argument of the program: no need to wait.
+    if (args.rank > 0) prefetch_lora_up(args, share, token);
     grid_dependency_wait();
-    const int thread = threadIdx.x - 32 * (kLoadWarp + 1);
-    if constexpr (Path::kTokenScale) {
-      for (int token = thread; token < args.m; token += 32 * kAddWarps) {
-        store_shared_u32(smem + args.off_tokens + token * 4,
-                         __float_as_uint(args.token_scale[token]));
-      }
-    }
+    static_assert(kTokens <= 32 * kAddWarps);
+    const bool has_scale = Path::kTokenScale && token < args.m;
+    const float token_scale = has_scale ? args.token_scale[token] : 0.0f;
     if (args.rank > 0) {
       add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp - 1, lane);
+    }
+    if (Path::kTokenScale && token < kTokens) {
+      store_shared_u32(smem + args.off_tokens + token * 4, __float_as_uint(token_scale));
     }
     __syncwarp();
     named_barrier_arrive(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
   }
-  if (args.splits > 1) {
-    cluster_wait();
-    cluster_sync();
-  }
+  if (args.splits > 1) cluster_wait();
 }
 
 }  // namespace jax_w4a4::sm90

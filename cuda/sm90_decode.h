@@ -66,15 +66,27 @@ constexpr int64_t DecodeScaleBoxes(GemmV2Path path, int64_t tile_n, int64_t k_pa
       DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block;
   return (blocks + kDecodeScaleBox - 1) / kDecodeScaleBox;
 }
-constexpr int64_t DecodeScaleBytes(GemmV2Path path, int64_t tile_n,
-                                   int64_t k_pad, int64_t splits) {
-  return tile_n * kDecodeScaleBox * DecodeScaleBoxes(path, tile_n, k_pad, splits);
+// Boxes that there is room for: all of them, or with many tokens two, which the
+// boxes take in turn, and the ring has more stages. What is looked through ahead
+// of the loop then fits into the ring's last stage, and a box covers as many
+// stages of K as the ring has.
+constexpr int64_t DecodeScaleSlots(GemmV2Path path, int64_t tile_m, int64_t tile_n,
+                                   int64_t k_pad, int64_t splits, int64_t stages) {
+  const int64_t boxes = DecodeScaleBoxes(path, tile_n, k_pad, splits);
+  if (boxes <= 2 || tile_m <= 16) return boxes;
+  const int block = DecodeBlock(path);
+  const int64_t stage = DecodeWeightBytes(tile_n) + DecodeActBytes(path, tile_m, tile_n);
+  const bool fits = (boxes - 2) * tile_n * kDecodeScaleBox <= stage;
+  const bool covers = stages * DecodeTileK(tile_n) <= kDecodeScaleBox * block;
+  // Others come without a tensor map, all at once.
+  const bool mapped = k_pad / block % 16 == 0;
+  return fits && covers && mapped ? 2 : boxes;
 }
-// A ring's barriers and that of the block scales.
-constexpr int64_t DecodeBarrierBytes(int64_t stages) { return 16 * stages + 16; }
-// fp32 sums of a tile, token by token.
+// A ring's barriers, those of the block scales and that of the peer's sums.
+constexpr int64_t DecodeBarrierBytes(int64_t stages) { return 16 * stages + 32; }
+// fp32 sums of a tile.
 constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {
-  return tile_m * (DecodeShapeOf(tile_n).rows + 4) * 4;
+  return tile_m * DecodeShapeOf(tile_n).rows * 4;
 }
 
 // Of the shares of K; whole swizzle patterns, as the block scales lie behind.

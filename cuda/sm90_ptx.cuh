@@ -370,6 +370,27 @@ __device__ __forceinline__ void store_cluster_async_f2(uint32_t address, uint32_
       : "memory");
 }
 
+// The same of two or four floats.
+template <int kFloats>
+__device__ __forceinline__ void store_cluster_async(uint32_t address, uint32_t barrier, uint32_t rank,
+                                                    const float (&v)[kFloats]) {
+  if constexpr (kFloats == 2) {
+    store_cluster_async_f2(address, barrier, rank, make_float2(v[0], v[1]));
+  } else {
+    static_assert(kFloats == 4);
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote, signal;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 signal, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, "
+        "[signal];\n"
+        "}\n" ::"r"(address),
+        "r"(barrier), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+        : "memory");
+  }
+}
+
 // Stores 8x8 16-bit matrices transposed: lane i gives the address of row i%8 of matrix i/8.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t m0, uint32_t m1,
                                                   uint32_t m2, uint32_t m3) {

@@ -28,7 +28,9 @@ namespace jax_w4a4 {
   RING(kSm100Accumulators, "sm100_gemm", "accumulators", "mma", "store") \
   RING(kSm100Down, "sm100_down", "main", "load", "project")        \
   RING(kDecodeSums, "sm90_decode_quantize", "sums", "project", "project") \
-  RING(kDecodeScales, "sm90_decode", "scales", "load", "multiply")
+  RING(kDecodeScales, "sm90_decode", "scales", "load", "multiply") \
+  RING(kDecodeSeen, "sm90_decode", "last stage's scales", "multiply", "load") \
+  RING(kDecodePeer, "sm90_decode", "peer's sums", "multiply", "multiply")
 
 enum class RingName : uint32_t {
 #define W4A4_RING(id, ...) id,

@@ -659,17 +659,17 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     The CTAs of a cluster have the same rows and divide K.
 
     The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
-    the CTA are resident. The four warpgroups divide K, and their sums lie over the ring.
+    the CTA are resident, or two boxes of them in turn. The four warpgroups divide K, and their sums lie
+    over the ring.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
     path = v2_path(problem)
     assert path is not None, problem
     rows, groups, _ = decode_shape(n)
     main = config.main_stages
-    slab = m * (rows + 4) * 4
+    slab = m * rows * 4
     block = 0 if path.operand == "s8" else problem.block_size
-    steps = decode_steps(problem, config)
-    scales = n * _align(steps * k // block, _DECODE_SCALE_BOX) if block else 0
+    boxes, slots = decode_scale_boxes(problem, config)
     addend = slab if problem.rank or config.cluster > 1 else 0
 
     def row(*args, **kwargs) -> Row:
@@ -682,12 +682,14 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
         ),
         row(
             "weight_scale",
-            scales,
-            1 if scales else 0,
+            slots * n * _DECODE_SCALE_BOX,
+            1 if slots else 0,
             "kernel",
-            f"tile_n*(K/{block} to {_DECODE_SCALE_BOX}), all of the CTA's"
-            if block
-            else "in aux, one per row",
+            "in aux, one per row"
+            if not block
+            else f"tile_n*(K/{block} to {_DECODE_SCALE_BOX}), all of the CTA's"
+            if slots == boxes
+            else f"{slots}*tile_n*{_DECODE_SCALE_BOX}, the CTA's {boxes} boxes in turn",
         ),
         row(
             "activation_scale",
@@ -704,7 +706,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             addend,
             1 if addend else 0,
             "kernel",
-            f"tile_m*{rows + 4}*4, the low-rank product and the peer's sums in fp32",
+            f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32",
         ),
         row(
             "store",
@@ -712,12 +714,12 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             _align(groups * slab, 1024),
             config.store_stages,
             "epilogue",
-            f"{groups}*tile_m*{rows + 4}*4 to 1024, the sums of {groups} shares of K",
+            f"{groups}*tile_m*{rows}*4 to 1024, the sums of {groups} shares of K",
             overlaps_main=False,
         ),
         row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
         row("aux", n * 16, 1, "kernel", "tile_n*16, scales and bias of a row"),
-        row("barriers", 16 * main + 16, 1, "kernel", "16 per stage, and the block scales'"),
+        row("barriers", 16 * main + 32, 1, "kernel", "16 per stage, the block scales' and the peer's"),
     )
 
 
@@ -1082,6 +1084,31 @@ def step_flops(config: Config) -> int:
     return 2 * config.tile_m * config.tile_n * config.tile_k
 
 
+def decode_scale_boxes(problem: Problem, config: Config) -> tuple[int, int]:
+    """Boxes of block scales of a CTA of sm90_decode, and how many it has room for at once.
+
+    All of them, or with many tokens two, so that the ring has more stages: those past two are in the ring's
+    last stage while a row's largest scale is looked for, and come again during the K loop, each with
+    the weights of a stage that is ahead of those that it covers.
+    """
+    path = v2_path(problem)
+    assert path is not None, problem
+    if path.operand == "s8":
+        return 0, 0
+    block = problem.block_size
+    boxes = -(-decode_steps(problem, config) * config.tile_k // block // _DECODE_SCALE_BOX)
+    stage = config.tile_n * config.tile_k // 2 + config.tile_m * config.tile_k * path.act_bytes
+    in_turn = (
+        boxes > 2
+        and config.tile_m > 16
+        and (boxes - 2) * config.tile_n * _DECODE_SCALE_BOX <= stage
+        and config.main_stages * config.tile_k <= _DECODE_SCALE_BOX * block
+        # Others come without a tensor map, all at once.
+        and problem.k_pad // block % 16 == 0
+    )
+    return boxes, 2 if in_turn else boxes
+
+
 def decode_steps(problem: Problem, config: Config) -> int:
     """Main-loop steps of one CTA of sm90_decode."""
     steps = -(-problem.k_pad // config.tile_k)
@@ -1138,7 +1165,8 @@ class Design:
       unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
       decode: made for few tokens; the tile holds all of them.
       least_smem: that a launch asks for, so that no second CTA shares an SM.
-      spare_smem: that a launch leaves for a CTA of the launch before it, to start early.
+      spare_smem: that a launch of ``spare_tiles`` leaves for a CTA of the launch before it, to start
+        early. Other values of tile_m leave it no registers.
       most_weight_bytes: in the ring's stages; None for as many as fit.
     """
 
@@ -1166,6 +1194,7 @@ class Design:
     decode: bool = False
     least_smem: int = 0
     spare_smem: int = 0
+    spare_tiles: tuple[int, ...] = ()
     most_weight_bytes: int | None = None
     scale_atoms: bool = False
     lora_runs: tuple[int, ...] | None = None
@@ -1186,6 +1215,10 @@ class Design:
         # What the system keeps of every CTA's.
         reserved = target.smem_per_sm - target.smem_bytes
         return target.smem_per_sm // ctas - reserved
+
+    def spare(self, tile_m: int) -> int:
+        """Of it, what a launch leaves to the launch before it."""
+        return self.spare_smem if tile_m in self.spare_tiles else 0
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""
@@ -1321,6 +1354,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 least_smem=115840,
                 # Quantizer 5 has up to 20544 bytes with eight warps, and 1 KB is reserved.
                 spare_smem=21568,
+                spare_tiles=(8, 16),
                 most_weight_bytes=_DECODE_IN_FLIGHT,
             ),
             Design(

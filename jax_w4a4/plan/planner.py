@@ -923,7 +923,7 @@ def _fit(
         return _smem(design, problem, target, dataclasses.replace(config, **changes))
 
     most = design.max_main_stages
-    capacity = design.capacity(target, config.tile_m) - design.spare_smem
+    capacity = design.capacity(target, config.tile_m) - design.spare(config.tile_m)
     if "main_stages" in forced:
         main = forced["main_stages"]
         if most is not None and main > most:
@@ -1158,7 +1158,7 @@ def _why_main(
             return (
                 f"{name}: {best.main_stages * weight} B of weights in flight per SM, more is slower"
             )
-    capacity -= design.spare_smem
+    capacity -= design.spare(best.tile_m)
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before
