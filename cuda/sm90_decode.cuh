@@ -487,11 +487,20 @@ __device__ __forceinline__ auto table(const Fold& fold, uint32_t scale) {
   }
 }
 
-// How the MMAs of a record and the expansion of weights lie over each other: fragment by fragment, or with
-// many tokens, where registers allow two sets of fragments, record by record. ptxas would put the fragments
-// of a record in front of all its MMAs but one, where the tensor core then waits.
+// Whether a stage's codes and scales are read while the last MMAs of the stage before run. Its slot goes
+// back only then, which with many tokens and few stages costs more than it saves (us of both launches
+// without and with: 4096x14336 12.1 and 12.0 at M = 1, 12.8 and 12.5 at M = 16; 8192x8192, M = 16, 13.3
+// and 13.0).
 template <int kTokens>
-constexpr bool kWholeRecords = kTokens > 16;
+constexpr bool kReadAhead = kTokens <= 16;
+
+// How the MMAs of a record and the expansion of weights lie over each other: fragment by fragment, or with
+// many tokens, where registers allow two sets of fragments, record by record. ptxas puts the fragments of a
+// record in front of all its MMAs but one, where the tensor core then waits (us of gemm at M = 64: 4096x14336
+// 15.3 and 14.6; 8192x8192 15.2 and 15.1). A stage is held until the next has come, which two in the ring
+// don't bear (32 rows: 7.8 and 8.7 at 4096x4096).
+template <int kTokens, int kRows>
+constexpr bool kWholeRecords = kTokens > 16 && kRows > 32;
 
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
 // four MMAs. What is expanded is ahead of them, and so are a stage's codes and scales.
@@ -527,7 +536,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   const uint64_t act = matrix_descriptor<kBoxBytes>(smem + args.off_act + record * kTokens * kBoxBytes);
 
   // Rows that no thread serves are zero all along; opaque, or they are made anew under a running MMA.
-  Fragments a[kWholeRecords<kTokens> ? 2 : 1];
+  Fragments a[kWholeRecords<kTokens, kRows> ? 2 : 1];
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof a / 4); ++i) {
     asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 16][i / 4 % 4][i % 4]));
@@ -613,7 +622,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     ring.release<1>(through, lane);
   };
   read_stage(0);
-  if constexpr (!kWholeRecords<kTokens>) {
+  if constexpr (!kWholeRecords<kTokens, kRows>) {
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int f = 0; f < 4 * D::kRecords; ++f) {
@@ -628,9 +637,10 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
         }
         const int through = stage.slot;
         ring.advance(stage);
-        if (step + 1 < steps) read_stage(step + 1);
+        if (kReadAhead<kTokens> && step + 1 < steps) read_stage(step + 1);
         wgmma_wait<0>();
         ring.release<1>(through, lane);
+        if (!kReadAhead<kTokens> && step + 1 < steps) read_stage(step + 1);
       }
     }
   } else if constexpr (D::kRecords == 1) {
