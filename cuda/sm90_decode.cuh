@@ -498,9 +498,9 @@ constexpr bool kReadAhead = kTokens <= 16;
 // many tokens, where registers allow two sets of fragments, record by record. ptxas puts the fragments of a
 // record in front of all its MMAs but one, where the tensor core then waits (us of gemm at M = 64: 4096x14336
 // 15.3 and 14.6; 8192x8192 15.2 and 15.1). A stage is held until the next has come, which two in the ring
-// don't bear (32 rows: 7.8 and 8.7 at 4096x4096).
-template <int kTokens, int kRows>
-constexpr bool kWholeRecords = kTokens > 16 && kRows > 32;
+// don't bear (32 rows: 7.8 and 8.7 at 4096x4096); with two blocks in a lane's piece registers spill.
+template <class Path, int kTokens, int kRows>
+constexpr bool kWholeRecords = kTokens > 16 && kRows > 32 && Path::kLaneBlocks == 1;
 
 // The sums of one warpgroup over all of K. A record is what Path::kStageK of K are to one MMA row block:
 // four MMAs. What is expanded is ahead of them, and so are a stage's codes and scales.
@@ -536,7 +536,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
   const uint64_t act = matrix_descriptor<kBoxBytes>(smem + args.off_act + record * kTokens * kBoxBytes);
 
   // Rows that no thread serves are zero all along; opaque, or they are made anew under a running MMA.
-  Fragments a[kWholeRecords<kTokens, kRows> ? 2 : 1];
+  Fragments a[kWholeRecords<Path, kTokens, kRows> ? 2 : 1];
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof a / 4); ++i) {
     asm volatile("mov.b32 %0, 0;" : "=r"(a[i / 16][i / 4 % 4][i % 4]));
@@ -568,7 +568,8 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
       }
     }
   };
-  decltype(table<0, kFlush>(fold[0], 0)) table0, table1;
+  auto table0 = table<0, kFlush>(fold[0], 0);
+  auto table1 = table0;
   const auto expand = [&](int r, int s, uint32_t (&to)[4]) {
     if (s == 0) {
       table0 = table<0, kFlush>(fold[0], block_scale[r][0]);
@@ -622,7 +623,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     ring.release<1>(through, lane);
   };
   read_stage(0);
-  if constexpr (!kWholeRecords<kTokens, kRows>) {
+  if constexpr (!kWholeRecords<Path, kTokens, kRows>) {
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int f = 0; f < 4 * D::kRecords; ++f) {

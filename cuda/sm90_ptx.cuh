@@ -329,34 +329,8 @@ __device__ __forceinline__ uint32_t load_cluster_u32(uint32_t address, uint32_t 
   return v;
 }
 
-__device__ __forceinline__ float2 load_cluster_f2(uint32_t address, uint32_t rank) {
-  float2 v;
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %2, %3;\n"
-      "ld.shared::cluster.v2.f32 {%0, %1}, [remote];\n"
-      "}\n"
-      : "=f"(v.x), "=f"(v.y)
-      : "r"(address), "r"(rank)
-      : "memory");
-  return v;
-}
-
-// Writes to the same shared-memory offset of CTA `rank` of the cluster.
-__device__ __forceinline__ void store_cluster_f2(uint32_t address, uint32_t rank, float2 v) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.v2.f32 [remote], {%2, %3};\n"
-      "}\n" ::"r"(address),
-      "r"(rank), "f"(v.x), "f"(v.y)
-      : "memory");
-}
-
-// The same, and counts the bytes on the barrier at offset `barrier` of that CTA: who waits there sees
-// the values, without a fence on either side.
+// Writes to the same shared-memory offset of CTA `rank` of the cluster and counts the bytes on the barrier at
+// offset `barrier` of that CTA: who waits there sees the values, without a fence on either side.
 __device__ __forceinline__ void store_cluster_async_f2(uint32_t address, uint32_t barrier,
                                                        uint32_t rank, float2 v) {
   asm volatile(
