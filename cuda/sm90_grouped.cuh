@@ -259,7 +259,9 @@ __global__ void __launch_bounds__(kGemmThreads, kGroupedCtas<kTileM>)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     release_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) load_grouped<Format, kTileM>(args, smem, main, tokens, tiles);
+    if (threadIdx.x / 32 == 0 && elect_one()) {
+      load_grouped<Format, kTileM>(args, smem, main, tokens, tiles);
+    }
     __syncwarp();
   } else {
     claim_registers<kGroupedConsumerRegisters<kTileM>>();

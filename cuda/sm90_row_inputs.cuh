@@ -51,17 +51,22 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
           p.bounds};
 }
 
-constexpr int kRowsPerPrepareCta = 64;  // weight rows: eight for each of eight warps
+// Weight rows that a warp prepares where it looks through block scales: eight, or so many times eight where
+// they are whole 16 bytes of one-byte scales, whose loads are on their way together.
+constexpr int kPrepareSets = 4;
+__host__ __device__ constexpr int PrepareWarpRows(bool one_byte, int scale_blocks) {
+  return one_byte && scale_blocks % 16 == 0 ? 8 * kPrepareSets : 8;
+}
 constexpr int kNanScale = 255;          // e8m0
 constexpr int kFloatNan = 0x7FC00000;
 constexpr int kFloatInf = 0x7F800000;
 
-// CTAs of `threads` that prepare `n` rows: a warp for each where it looks through block scales, else a
-// thread.
-inline int prepare_ctas(GemmV2Path path, int64_t n, int threads) {
+// CTAs of `threads` that prepare `n` rows of `blocks` scales: a warp for some where it looks through block
+// scales, else a thread for each.
+inline int prepare_ctas(GemmV2Path path, int64_t n, int blocks, int threads) {
   const bool integers = path == GemmV2Path::kInt4Row || path == GemmV2Path::kInt4Group64 ||
                         path == GemmV2Path::kInt4Group128;
-  const int64_t rows = integers ? threads : kRowsPerPrepareCta;
+  const int64_t rows = integers ? threads : PrepareWarpRows(path != GemmV2Path::kInt4Scaled, blocks) * (threads / 32);
   return static_cast<int>((n + rows - 1) / rows);
 }
 
@@ -161,38 +166,59 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
   args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
 }
 
-// The largest of sixteen one-byte scales.
+// The largest of sixteen one-byte scales: bytes are compared as the upper halves of 16 bits, where the lower
+// ones do not matter.
 template <Format kFormat>
 __device__ __forceinline__ int largest_of(const uint4& v) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  constexpr uint32_t kBytes = kScaleMask<kFormat> * 0x01010101u;
   uint32_t largest = 0;
 #pragma unroll
-  for (uint32_t word : words) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) largest = max(largest, word >> 8 * j & uint32_t{kScaleMask<kFormat>});
+  for (uint32_t word : {v.x & kBytes, v.y & kBytes, v.z & kBytes, v.w & kBytes}) {
+    largest = __vmaxu2(largest, __vmaxu2(word, word << 8));
   }
-  return static_cast<int>(largest);
+  return static_cast<int>(max(largest >> 24, largest >> 8 & 0xFF));
 }
 
-// One warp, eight rows of whole 16 bytes of scales, four lanes each: experts have many rows, and a
-// warp for each waits more than it reads.
+// One warp, 8 kPrepareSets rows of whole 16 bytes of scales, four lanes each: experts have many rows, and
+// what a warp waits for takes as long for one as for all of them.
 template <Format kFormat>
-__device__ __forceinline__ void write_eight_rows(const RowInputsArgs& args, int first, int end,
-                                                 int lane) {
-  const int row = first + lane / 4;
-  const bool used = row < end && !is_unused(args, row);
-  int largest = 0;
-  if (used) {
-    const uint4* scales = reinterpret_cast<const uint4*>(
-        args.weight_scales + static_cast<int64_t>(row) * args.scale_blocks);
-    for (int i = lane % 4; i < args.scale_blocks / 16; i += 4) {
-      largest = max(largest, largest_of<kFormat>(__ldg(scales + i)));
+__device__ __forceinline__ void write_rows_together(const RowInputsArgs& args, int first, int lane) {
+  int row[kPrepareSets];
+  bool used[kPrepareSets];
+  int largest[kPrepareSets] = {};
+  RowFactors factors[kPrepareSets];
+#pragma unroll
+  for (int s = 0; s < kPrepareSets; ++s) {
+    row[s] = first + 8 * s + lane / 4;
+    used[s] = row[s] < args.n && !is_unused(args, row[s]);
+  }
+#pragma unroll
+  for (int s = 0; s < kPrepareSets; ++s) {
+    if (used[s]) factors[s] = row_factors(args, row[s]);
+  }
+  for (int i = lane % 4; i < args.scale_blocks / 16; i += 4) {
+    uint4 scales[kPrepareSets];
+#pragma unroll
+    for (int s = 0; s < kPrepareSets; ++s) {
+      scales[s] = make_uint4(0, 0, 0, 0);
+      if (used[s]) {
+        scales[s] = __ldg(reinterpret_cast<const uint4*>(
+                              args.weight_scales + static_cast<int64_t>(row[s]) * args.scale_blocks) +
+                          i);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kPrepareSets; ++s) {
+      largest[s] = max(largest[s], largest_of<kFormat>(scales[s]));
     }
   }
-  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-  largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-  if (used && lane % 4 == 0) {
-    args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
+#pragma unroll
+  for (int s = 0; s < kPrepareSets; ++s) {
+    largest[s] = max(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], 1));
+    largest[s] = max(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], 2));
+    if (used[s] && lane % 4 == 0) {
+      args.rows[row[s]] = row_inputs<kFormat>(args.rounded, factors[s], largest[s]);
+    }
   }
 }
 
@@ -200,15 +226,13 @@ __device__ __forceinline__ void write_eight_rows(const RowInputsArgs& args, int 
 template <Format kFormat>
 __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block, int warp,
                                            int warps, int lane) {
-  const int first = block * kRowsPerPrepareCta;
-  const int end = min(first + kRowsPerPrepareCta, args.n);
-  if (kFormat != Format::kInt4 && args.scale_blocks % 16 == 0) {
-    for (int row = first + 8 * warp; row < end; row += 8 * warps) {
-      write_eight_rows<kFormat>(args, row, end, lane);
-    }
+  const int rows = PrepareWarpRows(kFormat != Format::kInt4, args.scale_blocks);
+  const int first = rows * (block * warps + warp);
+  if (rows > 8) {
+    write_rows_together<kFormat>(args, first, lane);
     return;
   }
-  for (int row = first + warp; row < end; row += warps) {
+  for (int row = first; row < min(first + rows, args.n); ++row) {
     if (!is_unused(args, row)) write_row_inputs<kFormat>(args, row, lane);
   }
 }
