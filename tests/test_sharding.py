@@ -731,6 +731,149 @@ class ShardMapTest(parameterized.TestCase):
                 matmul(x, self.w)
 
 
+class SetMeshTest(parameterized.TestCase):
+    """Under `jax.set_mesh` of an auto mesh, with operands that were never placed: JAX then gives
+    the partitioner neither a mesh nor names of axes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.w = cases.weight(N, K)
+        cls.x = cases.activation(M, K)
+        cls.mesh = make_mesh(AxisType.Auto)
+
+    @parameterized.parameters(
+        "matmul", "quantize_activation", "grouped_matmul", "vmap", "vmap_weights", "grad",
+        "grad_grouped", "scan",
+    )  # fmt: skip
+    def test_whole_on_every_device(self, name):
+        experts, sizes = stacked(rank=16), jnp.asarray([3, 0, 4, 0])
+        target = cases.activation(M, N, seed=3)
+        rows = self.x.astype(jnp.bfloat16).reshape(4, M // 4, K)
+
+        def grouped_loss(x, leaves):
+            return jnp.sum(grouped_matmul(x, experts.replace(**leaves), sizes) * target)
+
+        def scan(x):
+            def step(x, _):
+                return x.at[:, :N].set(matmul(x, self.w)), None
+
+            return lax.scan(step, x, length=2)[0]
+
+        f, operands = {
+            "matmul": (matmul, (self.x, self.w)),
+            "quantize_activation": (
+                lambda x, w: (act := quantize_activation(x, w), matmul(act, w)),
+                (self.x, self.w),
+            ),
+            "grouped_matmul": (grouped_matmul, (self.x, experts, sizes)),
+            "vmap": (jax.vmap(matmul, in_axes=(0, None)), (rows, self.w)),
+            "vmap_weights": (jax.vmap(matmul), (rows, experts)),
+            "grad": (
+                jax.grad(loss, argnums=(0, 1)),
+                (self.x, trainable(self.w), self.w, target),
+            ),
+            "grad_grouped": (
+                jax.grad(grouped_loss, argnums=(0, 1)),
+                (self.x, trainable(experts)),
+            ),
+            "scan": (scan, (self.x,)),
+        }[name]
+        inside = jax.jit(lambda *operands: f(*operands))
+        want = inside(*operands)
+        with jax.set_mesh(self.mesh):
+            self.assertEqual(census(inside.lower(*operands).compile()), {})
+            for g in (f, inside):
+                jax.tree.map(np.testing.assert_array_equal, g(*operands), want)
+
+    @parameterized.named_parameters((name, name) for name in LAYOUTS)
+    def test_sharded_by_constraints(self, name):
+        """Constraints by axis name shard as placed operands do, with the same collectives."""
+        x_spec, where, collectives, local = LAYOUTS[name]
+        specs = jax.tree.map(lambda _: P(), self.w) if where is None else self.w.shard_specs(*where)
+
+        @jax.jit
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, x_spec)
+            return matmul(x, jax.tree.map(lax.with_sharding_constraint, w, specs))
+
+        with jax.set_mesh(self.mesh):
+            with plan.recording() as plans:
+                compiled = f.lower(self.x, self.w).compile()
+            self.assertEqual(census(compiled), collectives)
+            y = f(self.x, self.w)
+        problem = plans[-1].problem
+        self.assertEqual((problem.m, problem.n, problem.k_pad), local)
+        self.assertLess(cases.error(y, matmul(self.x, self.w)), 1e-3 if collectives else 1e-6)
+
+    @parameterized.parameters("rows_n", "rows_groups", "k")
+    def test_grouped_sharded_by_constraints(self, name):
+        x_spec, where, collectives, _ = GROUPED[name]
+        w, sizes = stacked(), jnp.asarray([3, 0, 4, 0])
+        specs = w.shard_specs(*where)
+
+        @jax.jit
+        def f(x, w, sizes):
+            x = lax.with_sharding_constraint(x, x_spec)
+            w = jax.tree.map(lax.with_sharding_constraint, w, specs)
+            return grouped_matmul(x, w, sizes)
+
+        want = jax.jit(grouped_matmul)(self.x, w, sizes)
+        with jax.set_mesh(self.mesh):
+            self.assertEqual(census(f.lower(self.x, w, sizes).compile()), collectives)
+            self.assertLess(cases.error(f(self.x, w, sizes), want), 1e-3)
+
+    def test_order_of_devices(self):
+        """Shares follow a mesh whose devices are not in the order of their numbers."""
+        devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2)
+        specs = self.w.shard_specs("data", "n")
+
+        @jax.jit
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, P("model"))
+            return matmul(x, jax.tree.map(lax.with_sharding_constraint, w, specs))
+
+        with jax.set_mesh(jax.sharding.Mesh(devices, ("data", "model"))):
+            self.assertEqual(census(f.lower(self.x, self.w).compile()), {})
+            self.assertLess(cases.error(f(self.x, self.w), matmul(self.x, self.w)), 1e-6)
+
+    def test_sharded_without_names_is_refused(self):
+        """Not gathered: the call does not see the mesh that sharded x."""
+
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, P("data"))
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return matmul(x, w)
+
+        with jax.set_mesh(self.mesh):
+            with self.assertRaisesRegex(
+                jax.errors.JaxRuntimeError,
+                r"NotImplementedError: jax_w4a4.matmul: an operand .* names no mesh axes; call it "
+                r"under jax.set_mesh, or place operands with jax.device_put",
+            ):
+                jax.jit(f)(self.x, self.w)
+
+    def test_names(self):
+        """Partition specs are read off the parts of the devices, where there is one that fits."""
+        mesh = self.mesh
+        matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        for spec in (
+            P("data"), P("model"), P(None, "data"), P("data", "model"), P("model", "data"),
+            P(("data", "model")), P(None, ("model", "data")),
+        ):  # fmt: skip
+            got = sharding._named(NamedSharding(mesh, spec), mesh, matrix)
+            same = NamedSharding(mesh, got).is_equivalent_to(NamedSharding(mesh, spec), 2)
+            self.assertTrue(same, (got, spec))
+        line = jax.sharding.Mesh(mesh.devices.reshape(4), ("z",))
+        self.assertEqual(sharding._named(NamedSharding(line, P("z")), line, matrix), P("z", None))
+        # Half of z, both dimensions along z, and another order of devices.
+        for spec in (P("data"), P("model"), P("data", "model"), P(("model", "data"))):
+            self.assertIsNone(sharding._named(NamedSharding(mesh, spec), line, matrix))
+        diagonal = jax.sharding.Mesh(mesh.devices.reshape(4)[[0, 3, 1, 2]], ("z",))
+        both = NamedSharding(mesh, P("data", "model"))
+        self.assertIsNone(sharding._named(both, diagonal, matrix))
+
+
 class SettleTest(parameterized.TestCase):
     """The rule that gives each mesh axis to one dimension."""
 
