@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax_w4a4 import plan, primitives, sharding
 from jax_w4a4.grouped import grouped_matmul
 from jax_w4a4.matmul import matmul, quantize_activation
+from jax_w4a4.weight import Weight
 
 M, N, K = 8, 32, 256
 TRAINABLE = ("lora_up", "lora_down", "bias", "channel_scale")
@@ -872,6 +873,113 @@ class SetMeshTest(parameterized.TestCase):
         diagonal = jax.sharding.Mesh(mesh.devices.reshape(4)[[0, 3, 1, 2]], ("z",))
         both = NamedSharding(mesh, P("data", "model"))
         self.assertIsNone(sharding._named(both, diagonal, matrix))
+
+
+# What reads the codes of a weight outside of the product.
+READERS = {
+    "prepare": lambda w: w.prepare(),
+    "linear": lambda w: w.linear(),
+    "values": lambda w: w.values,
+    "dequantize": lambda w: w.dequantize(),
+    "effective": lambda w: w.effective(),
+}
+
+
+class WeightOnExplicitMeshTest(parameterized.TestCase):
+    """Codes are read on the devices that hold them, or the call says why they can't be."""
+
+    def shard(self, w, mesh, packed, scales):
+        whole = jax.tree.map(lambda _: P(), w)
+        return place(w, mesh, whole.replace(packed=packed, scales=scales))
+
+    @parameterized.product(
+        reader=tuple(READERS),
+        prepared=(False, True),
+        case=("n_and_part_blocks", "part_blocks", "blocks"),
+    )
+    def test_read_where_they_are(self, reader, prepared, case):
+        """Shares of K that are whole words, of whole blocks or not, are read without traffic."""
+        k, packed, scales = {
+            # 48 values, one block and a half, on each device.
+            "n_and_part_blocks": (96, P("data", "model"), P("data")),
+            "part_blocks": (96, P(None, ("data", "model")), P()),
+            "blocks": (K, P(None, ("data", "model")), P(None, ("data", "model"))),
+        }[case]
+        w = cases.weight(N, k, "mxfp4", rank=0)
+        w, read = w.prepare() if prepared else w, READERS[reader]
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, packed, scales)
+            f = jax.jit(lambda w: read(w))
+            self.assertEqual(census(f.lower(placed).compile()), {})
+            for got in (read(placed), f(placed)):
+                first = jax.tree.leaves(got)[0]
+                self.assertEqual(first.sharding.spec, packed)
+                jax.tree.map(np.testing.assert_array_equal, got, read(w))
+
+    @parameterized.product(format=("nvfp4", "int4"))
+    def test_part_blocks_of_other_formats(self, format):
+        w = cases.weight(N, 96, format, rank=0, block_size=32 if format == "int4" else -1)
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, P(None, ("data", "model")), P())
+            np.testing.assert_array_equal(placed.dequantize(), w.dequantize())
+
+    @parameterized.parameters(
+        ("prepare", "linear"), ("linear", "sorted"), ("values", "sorted"),
+        ("dequantize", "sorted"), ("effective", "sorted"),
+    )  # fmt: skip
+    def test_parts_of_words_are_refused(self, reader, order):
+        """Two bytes on each of eight devices: the other two would have to be fetched."""
+        mesh = jax.sharding.AbstractMesh((8,), ("z",), axis_types=(AxisType.Explicit,))
+        w = cases.weight(N, 32, "mxfp4", rank=0, full=False).replace(sign_order=order)
+
+        def read(spec):
+            abstract = jax.ShapeDtypeStruct(
+                w.packed.shape, jnp.uint8, sharding=NamedSharding(mesh, spec)
+            )
+            return jax.eval_shape(lambda p: READERS[reader](w.replace(packed=p)), abstract)
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            with self.assertRaisesRegex(
+                NotImplementedError,
+                rf"^jax_w4a4.Weight.{reader}: weight.packed is uint8\[32,16\] with K over 8 "
+                r"devices \(mesh axes z\).* before the weight is sharded, shard N .*reshard",
+            ):
+                read(P(None, "z"))
+            # The way out.
+            read(P("z"))
+
+    def test_parts_of_words_are_cleared_past_k(self):
+        """`from_packed` of sorted codes clears the padding where it is."""
+        mesh = jax.sharding.AbstractMesh((8,), ("z",), axis_types=(AxisType.Explicit,))
+        w = cases.weight(N, 20, "mxfp4", rank=0, full=False)
+        codes = jax.ShapeDtypeStruct(
+            w.packed.shape, jnp.uint8, sharding=NamedSharding(mesh, P(None, "z"))
+        )
+
+        def clear(codes):
+            sorted_codes = {"format": "mxfp4", "k": 20, "sign_order": "sorted"}
+            return Weight.from_packed(codes, w.scales, **sorted_codes).packed
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            self.assertEqual(jax.eval_shape(clear, codes).sharding.spec, P(None, "z"))
+
+    @parameterized.parameters("values", "dequantize", "effective")
+    def test_padded_k_is_refused(self, reader):
+        """K=80 is stored as 96: halves of 80 values are not halves of 96."""
+        w, read = cases.weight(N, 80, "mxfp4", rank=0), READERS[reader]
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, P("data", "model"), P("data"))
+            with self.assertRaisesRegex(
+                NotImplementedError,
+                rf"^jax_w4a4.Weight.{reader}: K=80 is stored as 96 and sharded \(mesh axes model\)",
+            ):
+                read(placed)
+            # The way out.
+            gathered = jax.sharding.reshard(placed.packed, P("data"))
+            np.testing.assert_array_equal(read(placed.replace(packed=gathered)), read(w))
 
 
 class SettleTest(parameterized.TestCase):
