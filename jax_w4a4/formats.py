@@ -492,8 +492,9 @@ def dequantize_blocks(
       sign_order: of the codes.
     """
     values = decode_codes(unpack(linear_codes(packed, sign_order)), format, unsigned)
-    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // block_size, block_size)
-    return (blocks * decode_scale(scales)[..., None]).reshape(values.shape)
+    # Scales are spread, not values cut: an explicit mesh may shard K in the middle of a block.
+    spread = jnp.broadcast_to(decode_scale(scales)[..., None], (*scales.shape, block_size))
+    return values * spread.reshape(values.shape)
 
 
 def vary_alike(tree: Any) -> Any:

@@ -65,7 +65,8 @@ def matmul(
 
     Sharded leading dimensions of x and a sharded N need no communication, a sharded K one
     all-reduce. K is split only at multiples of max(32, block size); otherwise it is replicated,
-    with a `FallbackWarning`.
+    with a `FallbackWarning`. Under `jax.set_mesh` with auto axes, operands that were never placed
+    are whole on every device, unless a sharding constraint says otherwise.
 
     Args:
       x: (..., K) float32, bfloat16 or float16; or the result of `quantize_activation`.

@@ -25,9 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_w4a4.primitives import (
@@ -43,6 +44,7 @@ from jax_w4a4.weight import Activation, Weight
 
 Array = jax.Array
 Axes = dict[str, tuple[str, ...]]  # factor -> the mesh axes that shard it
+Context = tuple[tuple[str, int], ...]  # axes and sizes of the mesh set when the call was traced
 
 
 # ------------------------------------------------------------------------------------------------
@@ -358,16 +360,61 @@ def _quantize_share(
 # ------------------------------------------------------------------------------------------------
 
 
-def _partition_spec(arg: Any) -> P:
+def _context() -> Context:
+    return tuple(jax.sharding.get_abstract_mesh().shape.items())
+
+
+def _placed(who: str, context: Context, mesh: Any, *args: Any) -> tuple[Any, ...]:
+    """The mesh and the partition spec of each of `args`.
+
+    JAX passes an empty mesh, and shardings that name no axes, where no array that enters or leaves
+    the program has been placed on a mesh. Under `jax.set_mesh` that runs on all of its devices
+    nevertheless, and a constraint or a shard_map by axis name may have sharded an operand.
+    """
+    known = [arg for arg in args if arg.sharding is not None]
+    sizes = [size for _, size in context]
+    if mesh.empty and context and known and known[0].sharding.num_devices == math.prod(sizes):
+        # The keys come in the order of the program's devices, which is that of the mesh.
+        devices = list(_parts(known[0].sharding, known[0]))
+        mesh = Mesh(np.reshape(np.array(devices), sizes), tuple(axis for axis, _ in context))
+    return mesh, *(_partition_spec(who, mesh, arg) for arg in args)
+
+
+def _parts(sharding: Any, arg: Any) -> Any:
+    """The part of each device, for an array of arg's dimensions whose sizes divide evenly."""
+    return sharding.devices_indices_map((sharding.num_devices,) * len(arg.shape))
+
+
+def _partition_spec(who: str, mesh: Any, arg: Any) -> P:
     sharding = arg.sharding
-    if sharding is None:
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    if sharding is None or sharding.is_fully_replicated:
         return P()
-    if not isinstance(sharding, NamedSharding):
+    spec = _named(sharding, mesh, arg)
+    if spec is None:
         raise NotImplementedError(
-            f"jax_w4a4: operands are sharded as {sharding}, which names no mesh axes; place them "
-            "with jax.sharding.NamedSharding"
+            f"jax_w4a4.{who}: an operand or the result is sharded as {sharding}, which names no "
+            "mesh axes; call it under jax.set_mesh, or place operands with jax.device_put(x, "
+            "jax.sharding.NamedSharding(mesh, spec))"
         )
-    return sharding.spec
+    return spec
+
+
+def _named(sharding: Any, mesh: Any, arg: Any) -> P | None:
+    """The spec that shards `arg` over `mesh` as `sharding` does, or None."""
+    parts = _parts(sharding, arg)
+    steps = {}  # where the part of the next device along an axis begins, in each dimension
+    for at, axis in zip(np.eye(len(mesh.shape), dtype=int), mesh.shape, strict=True):
+        if mesh.shape[axis] > 1:
+            steps[axis] = [part.start or 0 for part in parts[mesh.devices[tuple(at)]]]
+    if any(np.count_nonzero(step) > 1 for step in steps.values()):
+        return None
+    by_dim = [[axis for axis in steps if steps[axis][d]] for d in range(len(arg.shape))]
+    # An axis with longer steps is outside of one with shorter steps.
+    spec = P(*(tuple(sorted(axes, key=lambda a: -steps[a][d])) for d, axes in enumerate(by_dim)))
+    same = bool(steps) and _parts(NamedSharding(mesh, spec), arg) == parts
+    return spec if same else None
 
 
 def _shardings(mesh: Any, factors: Any, axes: Axes) -> Any:
@@ -378,73 +425,83 @@ def _codes(x: Any) -> Any:
     return x.packed if isinstance(x, Activation) else x
 
 
-def _given_rule(call: Any, rule: Any, mesh: Any, operand_types: Any, result_types: Any) -> Any:
+def _given_rule(
+    call: Any, rule: Any, context: Context, mesh: Any, operand_types: Any, result_types: Any
+) -> Any:
     text, kinds = rule
     return text, dict(kinds)
 
 
-def _matmul_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+def _matmul_partition(
+    call: Call, rule: Any, context: Context, mesh: Any, args: Any, result: Any
+) -> Any:
+    return _product_partition(matmul_local, call, context, mesh, args, result)
+
+
+def _batched_partition(
+    call: Call, rule: Any, context: Context, mesh: Any, args: Any, result: Any
+) -> Any:
+    return _product_partition(batched_local, call, context, mesh, args, result)
+
+
+def _product_partition(
+    run: Callable, call: Call, context: Context, mesh: Any, args: Any, result: Any
+) -> Any:
     x, w = args
-    axes = _matmul_axes(
-        _partition_spec(_codes(x)),
-        _partition_spec(w.packed),
-        x,
-        w,
-        mesh.shape,
-        _partition_spec(result),
-    )
+    mesh, x_spec, w_spec, y_spec = _placed("matmul", context, mesh, _codes(x), w.packed, result)
+    axes = _matmul_axes(x_spec, w_spec, x, w, mesh.shape, y_spec)
     operands, out = _matmul_factors(x, w)
-    share = functools.partial(_matmul_share, matmul_local, call, axes["k"])
+    share = functools.partial(_matmul_share, run, call, axes["k"])
     return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
 
 
-def _quantize_partition(call: QuantizeCall, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
-    axes = _quantize_axes(_partition_spec(args[0]), call, args[0], mesh.shape, auto=True)
+def _quantize_partition(
+    call: QuantizeCall, rule: Any, context: Context, mesh: Any, args: Any, result: Any
+) -> Any:
+    mesh, x_spec = _placed("quantize_activation", context, mesh, args[0])
+    axes = _quantize_axes(x_spec, call, args[0], mesh.shape, auto=True)
     operands, out = _quantize_factors(call, *args)
     share = functools.partial(_quantize_share, quantize_local, call, axes["k"])
     return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
 
 
-def _batched_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
-    x, w = args
-    axes = _matmul_axes(
-        _partition_spec(x), _partition_spec(w.packed), x, w, mesh.shape, _partition_spec(result)
-    )
-    operands, out = _matmul_factors(x, w)
-    share = functools.partial(_matmul_share, batched_local, call, axes["k"])
-    return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
-
-
-def _grouped_partition(call: Call, rule: Any, mesh: Any, args: Any, result: Any) -> Any:
+def _grouped_partition(
+    call: Call, rule: Any, context: Context, mesh: Any, args: Any, result: Any
+) -> Any:
     x, bounds, w = args
-    axes = _grouped_axes(
-        _partition_spec(x), _partition_spec(w.packed), x, w, mesh.shape, _partition_spec(result)
-    )
+    mesh, x_spec, w_spec, y_spec = _placed("grouped_matmul", context, mesh, x, w.packed, result)
+    axes = _grouped_axes(x_spec, w_spec, x, w, mesh.shape, y_spec)
     operands, out = _grouped_factors(x, bounds, w)
     share = functools.partial(_grouped_share, grouped_local, call, axes)
     return mesh, share, _shardings(mesh, out, axes), _shardings(mesh, operands, axes)
 
 
 # Parameters without defaults: custom_partitioning turns a default into an operand.
-@functools.partial(custom_partitioning, static_argnums=(0, 1))
-def _matmul_auto(call: Call, rule: Any, x: Any, w: Any) -> Any:
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
+def _matmul_auto(call: Call, rule: Any, context: Context, x: Any, w: Any) -> Any:
     return matmul_local(call, x, w)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0, 1))
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
 def _quantize_auto(
-    call: QuantizeCall, rule: Any, x: Any, smooth: Any, global_scale: Any, lora_down: Any
+    call: QuantizeCall,
+    rule: Any,
+    context: Context,
+    x: Any,
+    smooth: Any,
+    global_scale: Any,
+    lora_down: Any,
 ) -> Any:
     return quantize_local(call, x, smooth, global_scale, lora_down)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0, 1))
-def _batched_auto(call: Call, rule: Any, x: Any, w: Any) -> Any:
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
+def _batched_auto(call: Call, rule: Any, context: Context, x: Any, w: Any) -> Any:
     return batched_local(call, x, w)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0, 1))
-def _grouped_auto(call: Call, rule: Any, x: Any, bounds: Any, w: Any) -> Any:
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
+def _grouped_auto(call: Call, rule: Any, context: Context, x: Any, bounds: Any, w: Any) -> Any:
     return grouped_local(call, x, bounds, w)
 
 
@@ -480,7 +537,7 @@ def matmul_dispatch(call: Call, x: Any, w: Weight) -> Array:
         return matmul_explicit(matmul_local, call, x, w)
     if _inside_shard_map("matmul"):
         return matmul_local(call, x, w)
-    return _matmul_auto(call, _rule(*_matmul_factors(x, w)), x, w)
+    return _matmul_auto(call, _rule(*_matmul_factors(x, w)), _context(), x, w)
 
 
 def batched_dispatch(call: Call, x: Any, w: Weight) -> Array:
@@ -489,7 +546,7 @@ def batched_dispatch(call: Call, x: Any, w: Weight) -> Array:
         return matmul_explicit(batched_local, call, x, w)
     if _inside_shard_map("matmul"):
         return batched_local(call, x, w)
-    return _batched_auto(call, _rule(*_matmul_factors(x, w)), x, w)
+    return _batched_auto(call, _rule(*_matmul_factors(x, w)), _context(), x, w)
 
 
 def grouped_dispatch(call: Call, x: Any, bounds: Any, w: Weight) -> Array:
@@ -498,7 +555,8 @@ def grouped_dispatch(call: Call, x: Any, bounds: Any, w: Weight) -> Array:
         return grouped_explicit(grouped_local, call, x, bounds, w)
     if _inside_shard_map("grouped_matmul"):
         return grouped_local(call, x, bounds, w)
-    return _grouped_auto(call, _rule(*_grouped_factors(x, bounds, w)), x, bounds, w)
+    rule = _rule(*_grouped_factors(x, bounds, w))
+    return _grouped_auto(call, rule, _context(), x, bounds, w)
 
 
 def quantize_dispatch(call: QuantizeCall, *operands: Any) -> tuple[Array, Array, Array | None]:
@@ -507,7 +565,8 @@ def quantize_dispatch(call: QuantizeCall, *operands: Any) -> tuple[Array, Array,
         return quantize_explicit(quantize_local, call, *operands)
     if _inside_shard_map("quantize_activation"):
         return quantize_local(call, *operands)
-    return _quantize_auto(call, _rule(*_quantize_factors(call, *operands)), *operands)
+    rule = _rule(*_quantize_factors(call, *operands))
+    return _quantize_auto(call, rule, _context(), *operands)
 
 
 # ------------------------------------------------------------------------------------------------

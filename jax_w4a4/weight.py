@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
@@ -146,6 +147,7 @@ class Weight:
     @property
     def values(self) -> Array:
         """The logical four-bit values (..., N, K): float4_e2m1fn, or int4."""
+        _check_sharded_k(self, "Weight.values")
         dtype = formats.FORMATS[self.format].dtype
         packed = formats.linear_codes(self.packed, self.sign_order)
         pairs = lax.bitcast_convert_type(packed, jnp.dtype(dtype))
@@ -157,6 +159,7 @@ class Weight:
         This is the quantized part alone, in smoothed space: no channel_scale, no low-rank branch,
         not divided by smooth. See `effective` for the whole map.
         """
+        _check_sharded_k(self, "Weight.dequantize")
         w = formats.dequantize_blocks(
             self.packed,
             self.scales,
@@ -175,6 +178,7 @@ class Weight:
         x @ effective().T + bias by the quantization of the activation (and rounding) only; the
         straight-through gradient with respect to x is taken through this matrix.
         """
+        _check_sharded_k(self, "Weight.effective")
         w = self.dequantize()
         if self.smooth is not None:
             inverse = formats.reciprocal(self.smooth)[..., None, :]
@@ -224,7 +228,9 @@ class Weight:
         Kernels that expand sorted codes are "sm90_decode", "sm90_v2" and "sm90_grouped", without
         precision="highest"; Blackwell's take linear ones only. Stacked weights can be prepared, and
         so can weights of `jax.ShapeDtypeStruct`, `PartitionSpec` or `Sharding`, of which the field
-        alone changes.
+        alone changes. Prepare before sharding where an explicit mesh leaves each device a part of
+        K that is no multiple of eight: the signs of eight codes would come from several devices,
+        which is refused, here and in `linear`, `values` and `dequantize`.
         """
         return self._in_order("sorted", "prepare") if self.format == "mxfp4" else self
 
@@ -241,6 +247,7 @@ class Weight:
             # Whole words of eight codes, in a shard too.
             width = -(-packed.shape[-1] // 4) * 4 if packed.ndim else 4
             _check("packed", packed, ("uint8",), (*packed.shape[:-1], width), f"Weight.{who}")
+            _check_sharded_words(packed, f"Weight.{who}")
             packed = (formats.sort_signs if order == "sorted" else formats.unsort_signs)(packed)
         elif not (packed is None or isinstance(packed, _NO_CODES)):
             # A box with codes in it would keep them in the other order.
@@ -615,6 +622,39 @@ def integer(value: Any, what: str, least: int, most: int | None = None) -> int:
     return number
 
 
+def _k_axes(packed: Any) -> tuple[str, ...]:
+    """Axes of an explicit mesh that shard K."""
+    entry = jax.typeof(packed).sharding.spec[-1]
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _check_sharded_words(packed: Array, who: str) -> None:
+    """NotImplementedError where a device has a part of eight codes whose signs are permuted."""
+    axes = _k_axes(packed)
+    sizes = jax.typeof(packed).sharding.mesh.shape
+    parts = math.prod(sizes[axis] for axis in axes)
+    if axes and packed.shape[-1] % (4 * parts):
+        raise NotImplementedError(
+            f"jax_w4a4.{who}: weight.packed is {_describe(packed)} with K over {parts} devices "
+            f"(mesh axes {', '.join(axes)}), which cuts the groups of four bytes whose signs are "
+            f"permuted; call {'prepare' if who == 'Weight.prepare' else 'linear'}() before the "
+            "weight is sharded, shard N instead of K, or gather K (jax.sharding.reshard)"
+        )
+
+
+def _check_sharded_k(w: Weight, who: str) -> None:
+    """NotImplementedError where logical values of K can't stay on the devices of their codes."""
+    if w.sign_order == "sorted":
+        _check_sharded_words(w.packed, who)
+    axes = _k_axes(w.packed)
+    if w.k != w.k_pad and axes:
+        raise NotImplementedError(
+            f"jax_w4a4.{who}: K={w.k} is stored as {w.k_pad} and sharded (mesh axes "
+            f"{', '.join(axes)}), and parts of {w.k} values are not those of {w.k_pad}; shard N "
+            "instead of K, or gather K (jax.sharding.reshard)"
+        )
+
+
 # ------------------------------------------------------------------------------------------------
 # Constructors
 # ------------------------------------------------------------------------------------------------
@@ -744,11 +784,10 @@ def _zero_padding(packed: Array, k: int, k_pad: int, order: str) -> Array:
     """Clears the codes past K: they'd meet the zero codes of the activation, but be exact."""
     if k == k_pad:
         return packed
-    if order == "sorted":
-        linear = _zero_padding(formats.unsort_signs(packed), k, k_pad, "linear")
-        return formats.sort_signs(linear)
     index = jnp.arange(k_pad // 2)
     keep = jnp.where(2 * index + 1 < k, 0xFF, jnp.where(2 * index < k, 0x0F, 0)).astype(jnp.uint8)
+    if order == "sorted":
+        keep = formats.sort_signs(keep)
     return packed & keep.reshape((1,) * (packed.ndim - 1) + keep.shape)
 
 

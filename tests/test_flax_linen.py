@@ -59,6 +59,17 @@ class OutputTest(parameterized.TestCase):
         error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
         self.assertLess(float(error), 0.2)
 
+    def test_auto_mesh_set(self):
+        """Variables and an input that were never placed on the mesh."""
+        variables, x = variables_from_dense(dense_params(), rank=RANK), inputs(8)
+        layer = Dense(N, rank=RANK)
+        expected = layer.apply(variables, x)
+        devices = len(jax.devices())
+        mesh = jax.make_mesh((devices,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            for apply in (layer.apply, jax.jit(layer.apply)):
+                np.testing.assert_allclose(apply(variables, x), expected, rtol=1e-5, atol=1e-5)
+
     @parameterized.parameters((), (0,), (3,), (2, 3))
     def test_leading_shapes(self, *leading):
         variables = variables_from_dense(dense_params(), rank=RANK)

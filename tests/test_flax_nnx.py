@@ -203,6 +203,25 @@ class TransformTest(parameterized.TestCase):
         self.assertEqual(y.sharding.spec, P(None, "tp"))
         np.testing.assert_allclose(y, jax_w4a4.matmul(x, weight), rtol=1e-5, atol=1e-5)
 
+    def test_auto_mesh_set(self):
+        """A layer and an input that were never placed, made outside of the mesh or under it."""
+        mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+        x = inputs(8)
+        whole = Linear.from_linear(dense(), rank=RANK)
+        expected = whole(x)
+
+        def loss(layer):
+            return jnp.sum(layer(x) ** 2)
+
+        gradients = nnx.jit(nnx.grad(loss))(whole)
+        with jax.set_mesh(mesh):
+            for layer in (whole, Linear.from_linear(dense(), rank=RANK)):
+                for call in (lambda layer, x: layer(x), nnx.jit(lambda layer, x: layer(x))):
+                    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
+            got = nnx.jit(nnx.grad(loss))(whole)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
     def test_from_weight_refuses(self):
         """Stacked weights and what is no weight."""
         weight = Linear.from_linear(dense(), rank=RANK).as_weight()

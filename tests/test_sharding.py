@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax_w4a4 import plan, primitives, sharding
 from jax_w4a4.grouped import grouped_matmul
 from jax_w4a4.matmul import matmul, quantize_activation
+from jax_w4a4.weight import Weight
 
 M, N, K = 8, 32, 256
 TRAINABLE = ("lora_up", "lora_down", "bias", "channel_scale")
@@ -729,6 +730,256 @@ class ShardMapTest(parameterized.TestCase):
             x = jax.device_put(self.x, NamedSharding(mesh, P("data")))
             with self.assertRaisesRegex(NotImplementedError, "make all axes of the mesh explicit"):
                 matmul(x, self.w)
+
+
+class SetMeshTest(parameterized.TestCase):
+    """Under `jax.set_mesh` of an auto mesh, with operands that were never placed: JAX then gives
+    the partitioner neither a mesh nor names of axes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.w = cases.weight(N, K)
+        cls.x = cases.activation(M, K)
+        cls.mesh = make_mesh(AxisType.Auto)
+
+    @parameterized.parameters(
+        "matmul", "quantize_activation", "grouped_matmul", "vmap", "vmap_weights", "grad",
+        "grad_grouped", "scan",
+    )  # fmt: skip
+    def test_whole_on_every_device(self, name):
+        experts, sizes = stacked(rank=16), jnp.asarray([3, 0, 4, 0])
+        target = cases.activation(M, N, seed=3)
+        rows = self.x.astype(jnp.bfloat16).reshape(4, M // 4, K)
+
+        def grouped_loss(x, leaves):
+            return jnp.sum(grouped_matmul(x, experts.replace(**leaves), sizes) * target)
+
+        def scan(x):
+            def step(x, _):
+                return x.at[:, :N].set(matmul(x, self.w)), None
+
+            return lax.scan(step, x, length=2)[0]
+
+        f, operands = {
+            "matmul": (matmul, (self.x, self.w)),
+            "quantize_activation": (
+                lambda x, w: (act := quantize_activation(x, w), matmul(act, w)),
+                (self.x, self.w),
+            ),
+            "grouped_matmul": (grouped_matmul, (self.x, experts, sizes)),
+            "vmap": (jax.vmap(matmul, in_axes=(0, None)), (rows, self.w)),
+            "vmap_weights": (jax.vmap(matmul), (rows, experts)),
+            "grad": (
+                jax.grad(loss, argnums=(0, 1)),
+                (self.x, trainable(self.w), self.w, target),
+            ),
+            "grad_grouped": (
+                jax.grad(grouped_loss, argnums=(0, 1)),
+                (self.x, trainable(experts)),
+            ),
+            "scan": (scan, (self.x,)),
+        }[name]
+        inside = jax.jit(lambda *operands: f(*operands))
+        want = inside(*operands)
+        with jax.set_mesh(self.mesh):
+            self.assertEqual(census(inside.lower(*operands).compile()), {})
+            for g in (f, inside):
+                jax.tree.map(np.testing.assert_array_equal, g(*operands), want)
+
+    @parameterized.named_parameters((name, name) for name in LAYOUTS)
+    def test_sharded_by_constraints(self, name):
+        """Constraints by axis name shard as placed operands do, with the same collectives."""
+        x_spec, where, collectives, local = LAYOUTS[name]
+        specs = jax.tree.map(lambda _: P(), self.w) if where is None else self.w.shard_specs(*where)
+
+        @jax.jit
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, x_spec)
+            return matmul(x, jax.tree.map(lax.with_sharding_constraint, w, specs))
+
+        with jax.set_mesh(self.mesh):
+            with plan.recording() as plans:
+                compiled = f.lower(self.x, self.w).compile()
+            self.assertEqual(census(compiled), collectives)
+            y = f(self.x, self.w)
+        problem = plans[-1].problem
+        self.assertEqual((problem.m, problem.n, problem.k_pad), local)
+        self.assertLess(cases.error(y, matmul(self.x, self.w)), 1e-3 if collectives else 1e-6)
+
+    @parameterized.parameters("rows_n", "rows_groups", "k")
+    def test_grouped_sharded_by_constraints(self, name):
+        x_spec, where, collectives, _ = GROUPED[name]
+        w, sizes = stacked(), jnp.asarray([3, 0, 4, 0])
+        specs = w.shard_specs(*where)
+
+        @jax.jit
+        def f(x, w, sizes):
+            x = lax.with_sharding_constraint(x, x_spec)
+            w = jax.tree.map(lax.with_sharding_constraint, w, specs)
+            return grouped_matmul(x, w, sizes)
+
+        want = jax.jit(grouped_matmul)(self.x, w, sizes)
+        with jax.set_mesh(self.mesh):
+            self.assertEqual(census(f.lower(self.x, w, sizes).compile()), collectives)
+            self.assertLess(cases.error(f(self.x, w, sizes), want), 1e-3)
+
+    def test_order_of_devices(self):
+        """Shares follow a mesh whose devices are not in the order of their numbers."""
+        devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2)
+        specs = self.w.shard_specs("data", "n")
+
+        @jax.jit
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, P("model"))
+            return matmul(x, jax.tree.map(lax.with_sharding_constraint, w, specs))
+
+        with jax.set_mesh(jax.sharding.Mesh(devices, ("data", "model"))):
+            self.assertEqual(census(f.lower(self.x, self.w).compile()), {})
+            self.assertLess(cases.error(f(self.x, self.w), matmul(self.x, self.w)), 1e-6)
+
+    def test_sharded_without_names_is_refused(self):
+        """Not gathered: the call does not see the mesh that sharded x."""
+
+        def f(x, w):
+            x = lax.with_sharding_constraint(x, P("data"))
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return matmul(x, w)
+
+        with jax.set_mesh(self.mesh):
+            with self.assertRaisesRegex(
+                jax.errors.JaxRuntimeError,
+                r"NotImplementedError: jax_w4a4.matmul: an operand .* names no mesh axes; call it "
+                r"under jax.set_mesh, or place operands with jax.device_put",
+            ):
+                jax.jit(f)(self.x, self.w)
+
+    def test_names(self):
+        """Partition specs are read off the parts of the devices, where there is one that fits."""
+        mesh = self.mesh
+        matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        for spec in (
+            P("data"), P("model"), P(None, "data"), P("data", "model"), P("model", "data"),
+            P(("data", "model")), P(None, ("model", "data")),
+        ):  # fmt: skip
+            got = sharding._named(NamedSharding(mesh, spec), mesh, matrix)
+            same = NamedSharding(mesh, got).is_equivalent_to(NamedSharding(mesh, spec), 2)
+            self.assertTrue(same, (got, spec))
+        line = jax.sharding.Mesh(mesh.devices.reshape(4), ("z",))
+        self.assertEqual(sharding._named(NamedSharding(line, P("z")), line, matrix), P("z", None))
+        # Half of z, both dimensions along z, and another order of devices.
+        for spec in (P("data"), P("model"), P("data", "model"), P(("model", "data"))):
+            self.assertIsNone(sharding._named(NamedSharding(mesh, spec), line, matrix))
+        diagonal = jax.sharding.Mesh(mesh.devices.reshape(4)[[0, 3, 1, 2]], ("z",))
+        both = NamedSharding(mesh, P("data", "model"))
+        self.assertIsNone(sharding._named(both, diagonal, matrix))
+
+
+# What reads the codes of a weight outside of the product.
+READERS = {
+    "prepare": lambda w: w.prepare(),
+    "linear": lambda w: w.linear(),
+    "values": lambda w: w.values,
+    "dequantize": lambda w: w.dequantize(),
+    "effective": lambda w: w.effective(),
+}
+
+
+class WeightOnExplicitMeshTest(parameterized.TestCase):
+    """Codes are read on the devices that hold them, or the call says why they can't be."""
+
+    def shard(self, w, mesh, packed, scales):
+        whole = jax.tree.map(lambda _: P(), w)
+        return place(w, mesh, whole.replace(packed=packed, scales=scales))
+
+    @parameterized.product(
+        reader=tuple(READERS),
+        prepared=(False, True),
+        case=("n_and_part_blocks", "part_blocks", "blocks"),
+    )
+    def test_read_where_they_are(self, reader, prepared, case):
+        """Shares of K that are whole words, of whole blocks or not, are read without traffic."""
+        k, packed, scales = {
+            # 48 values, one block and a half, on each device.
+            "n_and_part_blocks": (96, P("data", "model"), P("data")),
+            "part_blocks": (96, P(None, ("data", "model")), P()),
+            "blocks": (K, P(None, ("data", "model")), P(None, ("data", "model"))),
+        }[case]
+        w = cases.weight(N, k, "mxfp4", rank=0)
+        w, read = w.prepare() if prepared else w, READERS[reader]
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, packed, scales)
+            f = jax.jit(lambda w: read(w))
+            self.assertEqual(census(f.lower(placed).compile()), {})
+            for got in (read(placed), f(placed)):
+                first = jax.tree.leaves(got)[0]
+                self.assertEqual(first.sharding.spec, packed)
+                jax.tree.map(np.testing.assert_array_equal, got, read(w))
+
+    @parameterized.product(format=("nvfp4", "int4"))
+    def test_part_blocks_of_other_formats(self, format):
+        w = cases.weight(N, 96, format, rank=0, block_size=32 if format == "int4" else -1)
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, P(None, ("data", "model")), P())
+            np.testing.assert_array_equal(placed.dequantize(), w.dequantize())
+
+    @parameterized.parameters(
+        ("prepare", "linear"), ("linear", "sorted"), ("values", "sorted"),
+        ("dequantize", "sorted"), ("effective", "sorted"),
+    )  # fmt: skip
+    def test_parts_of_words_are_refused(self, reader, order):
+        """Two bytes on each of eight devices: the other two would have to be fetched."""
+        mesh = jax.sharding.AbstractMesh((8,), ("z",), axis_types=(AxisType.Explicit,))
+        w = cases.weight(N, 32, "mxfp4", rank=0, full=False).replace(sign_order=order)
+
+        def read(spec):
+            abstract = jax.ShapeDtypeStruct(
+                w.packed.shape, jnp.uint8, sharding=NamedSharding(mesh, spec)
+            )
+            return jax.eval_shape(lambda p: READERS[reader](w.replace(packed=p)), abstract)
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            with self.assertRaisesRegex(
+                NotImplementedError,
+                rf"^jax_w4a4.Weight.{reader}: weight.packed is uint8\[32,16\] with K over 8 "
+                r"devices \(mesh axes z\).* before the weight is sharded, shard N .*reshard",
+            ):
+                read(P(None, "z"))
+            # The way out.
+            read(P("z"))
+
+    def test_parts_of_words_are_cleared_past_k(self):
+        """`from_packed` of sorted codes clears the padding where it is."""
+        mesh = jax.sharding.AbstractMesh((8,), ("z",), axis_types=(AxisType.Explicit,))
+        w = cases.weight(N, 20, "mxfp4", rank=0, full=False)
+        codes = jax.ShapeDtypeStruct(
+            w.packed.shape, jnp.uint8, sharding=NamedSharding(mesh, P(None, "z"))
+        )
+
+        def clear(codes):
+            sorted_codes = {"format": "mxfp4", "k": 20, "sign_order": "sorted"}
+            return Weight.from_packed(codes, w.scales, **sorted_codes).packed
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            self.assertEqual(jax.eval_shape(clear, codes).sharding.spec, P(None, "z"))
+
+    @parameterized.parameters("values", "dequantize", "effective")
+    def test_padded_k_is_refused(self, reader):
+        """K=80 is stored as 96: halves of 80 values are not halves of 96."""
+        w, read = cases.weight(N, 80, "mxfp4", rank=0), READERS[reader]
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = self.shard(w, mesh, P("data", "model"), P("data"))
+            with self.assertRaisesRegex(
+                NotImplementedError,
+                rf"^jax_w4a4.Weight.{reader}: K=80 is stored as 96 and sharded \(mesh axes model\)",
+            ):
+                read(placed)
+            # The way out.
+            gathered = jax.sharding.reshard(placed.packed, P("data"))
+            np.testing.assert_array_equal(read(placed.replace(packed=gathered)), read(w))
 
 
 class SettleTest(parameterized.TestCase):
