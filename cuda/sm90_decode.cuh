@@ -969,8 +969,10 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   } else {
     __syncthreads();
     const int token = threadIdx.x - 32 * (kLoadWarp + 1);
-    // An argument of the program: no need to wait.
-    if (args.rank > 0) prefetch_lora_up(args, share, token);
+    // An argument of the program: no need to wait. Where the loop is long it would only stand in the way of
+    // lora_down, which the launch before reads.
+    constexpr int kLongLoop = 12;
+    if (args.rank > 0 && share.steps < kLongLoop) prefetch_lora_up(args, share, token);
     grid_dependency_wait();
     static_assert(kTokens <= 32 * kAddWarps);
     const bool has_scale = Path::kTokenScale && token < args.m;

@@ -286,6 +286,12 @@ DECODE_SHAPES = (
 DECODE_TILES = (None, 8, 24, 32, 40, 64, 88, 128)
 
 
+SCALES_IN_TURN = (
+    (24, 1, 8704), (40, 1, 9728), (128, 1, 12800), (72, 1, 24576), (32, 2, 17408), (64, 2, 18944),
+    (120, 2, 33280), (56, 1, 15872),
+)  # fmt: skip
+
+
 def decode_cells_of(path: str) -> Iterator[Cell]:
     """The sm90_decode cells of one path: every M once, what else there is cycling."""
     which = V2_PATHS[path]
@@ -341,7 +347,16 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
                 yield cell(rank=rank, m=m, n=264, k=640)
         for tile_n in range(8, 136, 8):  # every number of rows per CTA, and N that it leaves ragged
             for cluster in (1, 2):
-                yield cell(rank=16, m=9, n=269, k=2208, tile_n=tile_n, cluster=cluster)
+                for m in (9, 61):
+                    found = cell(rank=16, m=m, n=269, k=2208, tile_n=tile_n, cluster=cluster)
+                    if fits(found):
+                        yield found
+        # More block scales than have room at once, with many tokens; the others have a few stages less.
+        for tile_n, cluster, k in SCALES_IN_TURN:
+            for m in (17, 64):
+                found = cell(rank=16, m=m, n=269, k=k, tile_n=tile_n, cluster=cluster)
+                if fits(found):
+                    yield found
         for k in (31, 33, 100, 4097, 8200):
             yield cell(rank=32, m=13, n=200, k=k)
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
