@@ -728,7 +728,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     release_registers<kProducerRegisters>();
-    if (threadIdx.x / 32 == 0 && elect_one()) {
+    if (threadIdx.x == 0) {
       load<Format, kTileM, kCluster>(args, smem, main, tokens, cluster, clusters, rank);
     }
     __syncwarp();
