@@ -179,31 +179,28 @@ __device__ __forceinline__ int largest_of(const uint4& v) {
   return static_cast<int>(max(largest >> 24, largest >> 8 & 0xFF));
 }
 
-// One warp, 8 kPrepareSets rows of whole 16 bytes of scales, four lanes each: experts have many rows, and
-// what a warp waits for takes as long for one as for all of them.
+// One warp, 8 kPrepareSets rows of whole 16 bytes of scales, four lanes each: experts have many rows, and what
+// a warp waits for takes as long for one as for all of them. Each of the four lanes finishes a row.
 template <Format kFormat>
 __device__ __forceinline__ void write_rows_together(const RowInputsArgs& args, int first, int lane) {
-  int row[kPrepareSets];
-  bool used[kPrepareSets];
+  static_assert(kPrepareSets == 4);
+  const auto row_of = [&](int set) { return first + 8 * set + lane / 4; };
+  const auto is_used = [&](int row) { return row < args.n && !is_unused(args, row); };
+  const int own = row_of(lane % 4);
+  const bool own_used = is_used(own);
+  RowFactors factors;
+  if (own_used) factors = row_factors(args, own);
+  // Its four lanes know of a row's sets what they need.
+  const uint32_t used = __ballot_sync(0xFFFFFFFFu, own_used) >> (lane & ~3);
   int largest[kPrepareSets] = {};
-  RowFactors factors[kPrepareSets];
-#pragma unroll
-  for (int s = 0; s < kPrepareSets; ++s) {
-    row[s] = first + 8 * s + lane / 4;
-    used[s] = row[s] < args.n && !is_unused(args, row[s]);
-  }
-#pragma unroll
-  for (int s = 0; s < kPrepareSets; ++s) {
-    if (used[s]) factors[s] = row_factors(args, row[s]);
-  }
   for (int i = lane % 4; i < args.scale_blocks / 16; i += 4) {
     uint4 scales[kPrepareSets];
 #pragma unroll
     for (int s = 0; s < kPrepareSets; ++s) {
       scales[s] = make_uint4(0, 0, 0, 0);
-      if (used[s]) {
+      if (used >> s & 1) {
         scales[s] = __ldg(reinterpret_cast<const uint4*>(
-                              args.weight_scales + static_cast<int64_t>(row[s]) * args.scale_blocks) +
+                              args.weight_scales + static_cast<int64_t>(row_of(s)) * args.scale_blocks) +
                           i);
       }
     }
@@ -212,14 +209,14 @@ __device__ __forceinline__ void write_rows_together(const RowInputsArgs& args, i
       largest[s] = max(largest[s], largest_of<kFormat>(scales[s]));
     }
   }
+  int found = 0;
 #pragma unroll
   for (int s = 0; s < kPrepareSets; ++s) {
     largest[s] = max(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], 1));
     largest[s] = max(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], 2));
-    if (used[s] && lane % 4 == 0) {
-      args.rows[row[s]] = row_inputs<kFormat>(args.rounded, factors[s], largest[s]);
-    }
+    if (lane % 4 == s) found = largest[s];
   }
+  if (own_used) args.rows[own] = row_inputs<kFormat>(args.rounded, factors, found);
 }
 
 // The rows of prepare CTA `block`.
