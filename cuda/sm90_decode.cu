@@ -79,8 +79,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
       {p.act, p.m, columns,
        width == 1 ? u8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, width},
       tile_m, piece, DecodeTileK(p.tile_n) / piece, swizzle);
-  // Rows of the matrix have to be whole 16 bytes for the copy engine; others come another way.
-  a.scale_map = block > 0 && a.rows.scale_blocks % 16 == 0;
+  a.scale_map = DecodeScaleMap(path, p.tile_n, p.k_pad, p.splits);
   if (a.scale_map) {
     maps.Encode("weight_scale", &a.scales,
                 {p.row_inputs.weight_scale, p.n, a.rows.scale_blocks, u8, 1},

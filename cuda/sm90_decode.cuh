@@ -744,8 +744,10 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
     scale_hi[h] = __uint_as_float(raw.y);
     bias[h] = __uint_as_float(raw.z);
   }
-  const int n = share.n0 + row;
-  const bool has_row = row < args.tile_n && n < args.n;
+  // The first of the pair of rows that the lane stores.
+  const int pair = row & ~1;
+  const int n = share.n0 + pair;
+  const bool has_row = pair < args.tile_n && n < args.n;
   // What the peer waits for comes first.
   const int flip = args.splits > 1 && share.rank == 0 ? kTokenUnits / 2 : 0;
 #pragma unroll
@@ -809,8 +811,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
       const float mine = (odd ? v[1] : v[0]) + bias[0];
       const float theirs = __shfl_xor_sync(0xFFFFFFFFu, (odd ? v[0] : v[1]) + bias[0], 8);
       if (inside && token + odd < args.m) {
-        store_pair(args, odd ? out + args.n - 1 : out, n - odd, odd ? theirs : mine,
-                   odd ? mine : theirs);
+        store_pair(args, out + (odd ? args.n : 0), n, odd ? theirs : mine, odd ? mine : theirs);
       }
     }
   }

@@ -66,6 +66,15 @@ constexpr int64_t DecodeScaleBoxes(GemmV2Path path, int64_t tile_n, int64_t k_pa
       DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block;
   return (blocks + kDecodeScaleBox - 1) / kDecodeScaleBox;
 }
+// Whether the copy engine fetches them: rows of the matrix, and what each CTA has
+// of them, have to begin at whole 16 bytes (an illegal instruction else).
+constexpr bool DecodeScaleMap(GemmV2Path path, int64_t tile_n, int64_t k_pad,
+                              int64_t splits) {
+  const int block = DecodeBlock(path);
+  if (block == 0 || k_pad / block % 16 != 0) return false;
+  return splits == 1 ||
+         DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block % 16 == 0;
+}
 // Boxes that there is room for: all of them, or with many tokens two, which the
 // boxes take in turn, and the ring has more stages. What is looked through ahead
 // of the loop then fits into the ring's last stage, and a box covers as many
@@ -79,7 +88,7 @@ constexpr int64_t DecodeScaleSlots(GemmV2Path path, int64_t tile_m, int64_t tile
   const bool fits = (boxes - 2) * tile_n * kDecodeScaleBox <= stage;
   const bool covers = stages * DecodeTileK(tile_n) <= kDecodeScaleBox * block;
   // Others come without a tensor map, all at once.
-  const bool mapped = k_pad / block % 16 == 0;
+  const bool mapped = DecodeScaleMap(path, tile_n, k_pad, splits);
   return fits && covers && mapped ? 2 : boxes;
 }
 // A ring's barriers, those of the block scales and that of the peer's sums.

@@ -191,6 +191,12 @@ def _window(w: Warp, tensor: tensormap.TensorMap, coords: list[int]):
         coords = [coords[0] // 2, *coords[1:]]
     if len(coords) != len(tensor.dims):
         raise ProtocolError(f"{len(coords)} coordinates for a tensor of rank {len(tensor.dims)}")
+    if tensor.swizzle and coords[0] * tensor.element_bytes % 16:
+        # Seen with bytes and a swizzle of 128.
+        raise ProtocolError(
+            f"a box from coordinate {coords[0]} begins inside 16 bytes: an illegal instruction on an "
+            "H200"
+        )
     extent = tensor.dims[0] * tensor.element_bytes
     for dim, stride in zip(tensor.dims[1:], tensor.strides, strict=True):
         extent += (dim - 1) * stride

@@ -351,7 +351,10 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
                     found = cell(rank=16, m=m, n=269, k=2208, tile_n=tile_n, cluster=cluster)
                     if fits(found):
                         yield found
-        # More block scales than have room at once, with many tokens; the others have a few stages less.
+        # The block scales of the second CTA begin inside 16 bytes.
+        for m in (1, 64):
+            yield cell(rank=16, m=m, n=269, k=512, tile_n=128, cluster=2)
+        # More block scales than have room at once, with many tokens.
         for tile_n, cluster, k in SCALES_IN_TURN:
             for m in (17, 64):
                 found = cell(rank=16, m=m, n=269, k=k, tile_n=tile_n, cluster=cluster)

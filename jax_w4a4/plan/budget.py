@@ -1096,7 +1096,8 @@ def decode_scale_boxes(problem: Problem, config: Config) -> tuple[int, int]:
     if path.operand == "s8":
         return 0, 0
     block = problem.block_size
-    boxes = -(-decode_steps(problem, config) * config.tile_k // block // _DECODE_SCALE_BOX)
+    scales = decode_steps(problem, config) * config.tile_k // block  # of a row and CTA
+    boxes = -(-scales // _DECODE_SCALE_BOX)
     stage = config.tile_n * config.tile_k // 2 + config.tile_m * config.tile_k * path.act_bytes
     in_turn = (
         boxes > 2
@@ -1105,6 +1106,7 @@ def decode_scale_boxes(problem: Problem, config: Config) -> tuple[int, int]:
         and config.main_stages * config.tile_k <= _DECODE_SCALE_BOX * block
         # Others come without a tensor map, all at once.
         and problem.k_pad // block % 16 == 0
+        and (config.cluster == 1 or scales % 16 == 0)
     )
     return boxes, 2 if in_turn else boxes
 
