@@ -1,6 +1,6 @@
 // LoRA-down of the v2 path: lora_act (M, R) = x (M, K) lora_down (K, R), bf16 with fp32 sums.
 //
-// A cluster takes kDownTokens tokens and splits K between its CTAs. Roles in a CTA:
+// A cluster takes 72 tokens, or 16 where groups are small (kTokens), and splits K between its CTAs. Roles in a CTA:
 //   load     one thread fills a ring of 64-k stages: x, then one box of 64 ranks per rank tile
 //   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
 // Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
@@ -20,11 +20,11 @@ namespace jax_w4a4::sm90 {
 
 constexpr int kDownTokens = 72;
 constexpr int kDownStageK = 64;  // 128 bytes of x
-constexpr int kDownXBytes = kDownTokens * 128;
+constexpr int kDownXBytes = kDownTokens * 128;  // of a slot, whatever kTokens is
 constexpr int kDownRankBytes = kDownStageK * 128;  // box of 64 ranks
 
 struct DownV2Args : Watched {
-  CUtensorMap x;          // (M, K) bf16, box 64 x kDownTokens, 128-byte swizzle
+  CUtensorMap x;          // (M, K) bf16, box 64 x kTokens, 128-byte swizzle
   CUtensorMap lora_down;  // (K, R), or (groups, K, R), bf16, box 64 x 64, 128-byte swizzle
   __nv_bfloat16* lora_act;  // (M, R)
   int m, rank;
@@ -39,17 +39,19 @@ struct DownV2Args : Watched {
 #define W4A4_STR_72 W4A4_S30 "," W4A4_S4_0(3) ",%34,%35"
 #define W4A4_OPS_72(c) W4A4_OPS_64(c), W4A4_D4(c, 32)
 
-// D[64 ranks, 72 tokens] += A[64, 16] B[16, 72]: A with its ranks contiguous, B with its k.
-__device__ __forceinline__ void down_mma(float (&d)[kDownTokens / 2], uint64_t a, uint64_t b,
-                                         bool accumulate) {
-  static_assert(kDownTokens == 72, "the instruction's N");
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %38, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {" W4A4_STR_72
-      "}, %36, %37, p, 1, 1, 1, 0;\n}\n"
-      : W4A4_OPS_72("+f")
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));
-}
+// D[64 ranks, tokens] += A[64, 16] B[16, tokens]: A with its ranks contiguous, B with its k.
+#define W4A4_DOWN_MMA(N, a_, b_, p_)                                                              \
+  __device__ __forceinline__ void down_mma(float (&d)[N / 2], uint64_t a, uint64_t b,             \
+                                           bool accumulate) {                                     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_                                         \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {"               \
+                 W4A4_STR_##N "}, %" #a_ ", %" #b_ ", p, 1, 1, 1, 0;\n}\n"                        \
+                 : W4A4_OPS_##N("+f")                                                             \
+                 : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));                       \
+  }
+W4A4_DOWN_MMA(72, 36, 37, 38)
+W4A4_DOWN_MMA(16, 8, 9, 10)
+#undef W4A4_DOWN_MMA
 
 __device__ __forceinline__ float4 load_cluster_f4(uint32_t address, uint32_t rank) {
   float4 v;
@@ -71,12 +73,13 @@ struct DownTile {
 };
 
 // Token tile `index`; one warp.
+template <int kTokens>
 __device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index, int lane) {
-  if (args.groups == 0) return {index * kDownTokens, args.m, 0};
+  if (args.groups == 0) return {index * kTokens, args.m, 0};
   DownTile mine = {0, 0, -1};
-  walk_groups(args.bounds, args.groups, kDownTokens, lane,
+  walk_groups(args.bounds, args.groups, kTokens, lane,
               [&](int group, int first, int begin, int end) {
-                const int m0 = begin + (index - first) * kDownTokens;
+                const int m0 = begin + (index - first) * kTokens;
                 if (index >= first && m0 < end) mine = {m0, end, group};
               });
   const uint32_t found = __ballot_sync(0xFFFFFFFFu, mine.group >= 0);
@@ -88,13 +91,14 @@ __device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index,
 
 // ---- roles ----
 
-template <int kRankTiles>
+template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
                                           const DownTile& tile, int first, int steps) {
   constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
+  constexpr uint32_t kLoadBytes = kTokens * 128 + kRankTiles * kDownRankBytes;
   RingState stage;
   for (int step = first; step < first + steps; ++step) {
-    const uint32_t full = ring.acquire(stage, kStageBytes);
+    const uint32_t full = ring.acquire(stage, kLoadBytes);
     const uint32_t slot = smem + stage.slot * kStageBytes;
     tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
 #pragma unroll
@@ -111,9 +115,9 @@ __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem,
 }
 
 // MMAs of one stage are in flight while the next one's are issued; slots are released one behind.
-template <int kRankTiles, int kTiles>
+template <int kRankTiles, int kTiles, int kTokens>
 __device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int steps, int group,
-                                        uint32_t lane, float (&acc)[kTiles][kDownTokens / 2]) {
+                                        uint32_t lane, float (&acc)[kTiles][kTokens / 2]) {
   constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
   RingState stage;
   int previous = 0;
@@ -147,16 +151,16 @@ __device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int ste
 template <int kRankTiles>
 constexpr int kDownPitch = 64 * kRankTiles + 4;
 
-template <int kRankTiles, int kTiles>
+template <int kRankTiles, int kTiles, int kTokens>
 __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp, uint32_t lane,
-                                              const float (&acc)[kTiles][kDownTokens / 2]) {
+                                              const float (&acc)[kTiles][kTokens / 2]) {
   constexpr int kPitch = kDownPitch<kRankTiles>;
   const uint32_t at =
       smem + (lane % 4 * 2 * kPitch + group * kTiles * 64 + warp * 16 + lane / 4) * 4;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-    for (int j = 0; j < kDownTokens / 8; ++j) {
+    for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         store_shared_u32(at + ((8 * j + i % 2) * kPitch + t * 64 + i / 2 * 8) * 4,
@@ -167,13 +171,13 @@ __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp
 }
 
 // Four ranks per thread.
-template <int kRankTiles>
+template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem,
                                              const DownTile& tile, int rank, int active, int thread, int threads) {
   constexpr int kQuads = 16 * kRankTiles;
-  const int share = (kDownTokens + args.cluster - 1) / args.cluster;
+  const int share = (kTokens + args.cluster - 1) / args.cluster;
   const int first = rank * share;
-  const int last = min(min(first + share, kDownTokens), tile.end - tile.m0);
+  const int last = min(min(first + share, kTokens), tile.end - tile.m0);
   const int r = thread % kQuads * 4;
   if (r >= args.rank) return;
   for (int token = first + thread / kQuads; token < last; token += threads / kQuads) {
@@ -194,7 +198,7 @@ __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t sm
 }
 
 // kGroups warpgroups with kTiles tiles of 64 ranks each; one more warp loads.
-template <int kGroups, int kTiles>
+template <int kGroups, int kTiles, int kTokens>
 __global__ void __launch_bounds__(128 * kGroups + 32, 1)
     down_v2_kernel(const __grid_constant__ DownV2Args args) {
   constexpr int kRankTiles = kGroups * kTiles;
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   const int steps = max(0, min(slice, args.steps - first));
   const int active = (args.steps + slice - 1) / slice;
   const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDown));
-  const DownTile tile = down_tile(args, blockIdx.x / args.cluster, threadIdx.x % 32);
+  const DownTile tile = down_tile<kTokens>(args, blockIdx.x / args.cluster, threadIdx.x % 32);
   if (tile.group < 0) return;  // so for the whole cluster
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&args.x);
@@ -221,20 +225,20 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
 
   const int thread = threadIdx.x;
   if (thread < kThreads) {
-    float acc[kTiles][kDownTokens / 2];
+    float acc[kTiles][kTokens / 2];
     const int group = thread / 128;
-    project<kRankTiles, kTiles>(smem, ring, steps, group, thread % 32, acc);
+    project<kRankTiles, kTiles, kTokens>(smem, ring, steps, group, thread % 32, acc);
     // Both warpgroups are through with the ring.
     named_barrier_sync(1, kThreads);
     if (steps > 0) {
-      store_partial<kRankTiles, kTiles>(smem, group, thread / 32 % 4, thread % 32, acc);
+      store_partial<kRankTiles, kTiles, kTokens>(smem, group, thread / 32 % 4, thread % 32, acc);
     }
   } else {
-    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, tile, first, steps);
+    if (thread == kThreads) load_down<kRankTiles, kTokens>(args, smem, ring, tile, first, steps);
     __syncwarp();
   }
   cluster_sync();
-  if (thread < kThreads) add_partials<kRankTiles>(args, smem, tile, rank, active, thread, kThreads);
+  if (thread < kThreads) add_partials<kRankTiles, kTokens>(args, smem, tile, rank, active, thread, kThreads);
   // Peers read this CTA's partial sums until they are through.
   cluster_sync();
 }

@@ -11,6 +11,11 @@ namespace jax_w4a4 {
 
 // Fixed by the kernel; a plan must ask for exactly these.
 constexpr int kDownV2Tokens = 72;
+// Tokens of a cluster: of small groups fewer, or most of what it reads belongs to
+// other groups. `m` rows of `groups`, as the sizes are on the device.
+constexpr int DownV2Tokens(int64_t groups, int64_t m) {
+  return m <= 16 * groups ? 16 : kDownV2Tokens;
+}
 constexpr int kDownV2MaxRank = 256;
 constexpr int kDownV2MaxCluster = 8;
 constexpr int kDownV2MaxStages = 8;

@@ -30,7 +30,7 @@ GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)
 GROUPED = re.compile(r"grouped_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)EE")
 BLACKWELL = re.compile(r"sm100\d+gemm_kernelILi(\d)ELi(\d+)ELi(\d+)EE")
 DECODE = re.compile(r"decode_kernelINS0_\d+([A-Za-z0-9]+?)ELi(\d+)ELi(\d+)EE")
-DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)EE")
+DOWN = re.compile(r"down_v2_kernelILi(\d+)ELi(\d+)ELi(\d+)EE")
 # operand of V2Path -> what the instruction is called
 OPCODES = {
     "e5m2": ("QGMMA", "F32.E5M2.E5M2"),
@@ -213,13 +213,12 @@ class TestDown:
         for name, code in kernels.items():
             if match := DOWN.search(name):
                 (loop,) = {tuple(loop) for loop in inner_loops(code)}
-                found[int(match[1]), int(match[2])] = loop
+                found[tuple(map(int, match.groups()))] = loop
                 assert len(mmas(code)) == len(loop), name
-        one = ("HGMMA", 72, 16, "F32.BF16")
         assert found == {
-            (1, 1): (one,) * 4,
-            (2, 1): (one,) * 4,
-            (2, 2): (one,) * 8,
+            (groups, tiles, tokens): (("HGMMA", tokens, 16, "F32.BF16"),) * (4 * tiles)
+            for groups, tiles in ((1, 1), (2, 1), (2, 2))
+            for tokens in (16, 72)
         }
 
 
