@@ -745,7 +745,8 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
     bias[h] = __uint_as_float(raw.z);
   }
   const int n = share.n0 + row;
-  const bool has_row = row < args.tile_n && n < args.n;
+  // A lane with one row stores one of its neighbour's as well: an odd N ends within a pair.
+  const bool has_row = row < args.tile_n && (D::kHalves == 2 ? n : n & ~1) < args.n;
   // What the peer waits for comes first.
   const int flip = args.splits > 1 && share.rank == 0 ? kTokenUnits / 2 : 0;
 #pragma unroll
