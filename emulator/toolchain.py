@@ -55,7 +55,7 @@ GROUPED_INSTANCES = tuple(
 
 # What is there of kernels whose waits end: enough to show what they do.
 CHECKED_INSTANCES = (("Mxfp4", 64),)
-CHECKED_DECODE_INSTANCES = (("Mxfp4", 8),)
+CHECKED_DECODE_INSTANCES = (("Mxfp4", 8), ("Mxfp4", 32))
 _CHECKED_FLAGS = ("-DJAX_W4A4_CHECKED",)
 
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement
