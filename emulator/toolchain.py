@@ -43,9 +43,8 @@ DECODE_QUANTIZE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
 # (path, tile_m) of GEMM v2 that the launch code can launch here.
 INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
 # The same of the decode kernel.
-DECODE_INSTANCES = (
-    *((path, 8) for path in plan.budget.DECODE_PATHS),
-    *(("Mxfp4", tile) for tile in (16, 32, 64)),
+DECODE_INSTANCES = tuple(
+    (path, tile) for path in plan.budget.DECODE_PATHS for tile in plan.budget.DECODE_TOKENS
 )
 
 # The same of the grouped kernel.
@@ -56,7 +55,7 @@ GROUPED_INSTANCES = tuple(
 
 # What is there of kernels whose waits end: enough to show what they do.
 CHECKED_INSTANCES = (("Mxfp4", 64),)
-CHECKED_DECODE_INSTANCES = (("Mxfp4", 8),)
+CHECKED_DECODE_INSTANCES = (("Mxfp4", 8), ("Mxfp4", 32))
 _CHECKED_FLAGS = ("-DJAX_W4A4_CHECKED",)
 
 Edit = tuple[str, str, str]  # file in cuda/, text, replacement

@@ -365,6 +365,14 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
             for m in (1, 16, 64):
                 yield cell(rank=32, m=m, n=n, k=k)
+        # Block scales in turn: places taken once and again, of one CTA and of two.
+        for m, tile_n, cluster, k in (
+            (17, 8, 1, 8704), (64, 64, 1, 16384), (33, 40, 2, 28672), (30, 128, 1, 8704),
+            (24, 32, 2, 28672), (32, 16, 1, 11264),
+        ):  # fmt: skip
+            found = cell(rank=16, m=m, n=3 * tile_n + 5, k=k, tile_n=tile_n, cluster=cluster)
+            if fits(found):
+                yield found
     for path in sorted({"Nvfp4", "Nvfp4Rounded"} & set(paths)):
         for spread in (4, 10, 20):
             yield Cell(

@@ -45,6 +45,11 @@ class Config:
     # sm90_decode, one tile: the first stages get their weights before the launch before has ended,
     # their activations after it, and in the end the consumers' sums go over the ring.
     decode: bool = False
+    # With block scales in turn: K blocks that a box of them covers; 0: all boxes have room.
+    # Boxes 0 and 1 are there at first, the others in the last stage until all are looked through.
+    cover: int = 0
+    # Whether a block's scales are read, and it is waited for, before the one before it is released.
+    ahead: bool = True
     bug: str = ""
 
 
@@ -65,6 +70,11 @@ BUGS = {
     "sums_before_all": "decode: a warp stores its sums when it is through itself",
     "sums_in_flight": "decode: sums are stored while the last MMAs read the ring",
     "early_weights_only": "decode: the first stages' barriers expect the weights alone",
+    "scales_early": "decode: a box of scales comes while its place may still be read",
+    "scales_late": "decode: a box of scales comes with the block that needs it",
+    "scales_not_expected": "decode: the full barrier does not expect a box of scales",
+    "last_stage_unseen": "decode: weights go over scales that are not looked through",
+    "early_over_scales": "decode: early weights go into the last stage too",
 }
 
 
@@ -99,6 +109,16 @@ class Walk:
         self.slot, self.phase = 0, 0
 
 
+def box_with(c: Config, block: int) -> int | None:
+    """The box of block scales that comes with the weights of a K block."""
+    if not c.cover:
+        return None
+    first = c.cover - 1 + c.stages + {"scales_early": -1, "scales_late": 1}.get(c.bug, 0)
+    box = 2 + (block - first) // c.cover
+    here = block >= first and (block - first) % c.cover == 0
+    return box if here and box * c.cover < c.k_blocks else None
+
+
 def producer_program(c: Config) -> list[tuple]:
     """("load", ring, slot, parity to wait for, block): acquire, arm, issue the copies."""
     main, token = Walk(c.stages), Walk(c.token_stages)
@@ -106,11 +126,14 @@ def producer_program(c: Config) -> list[tuple]:
     ops = []
     if c.decode:
         steps = [main.step() for _ in range(c.k_blocks)]
-        early = steps[: c.stages]
+        early = steps[: c.stages - (c.cover > 0 and c.bug != "early_over_scales")]
         ops += [("weights", "m", slot, phase ^ flip, block) for slot, phase, block in early]
         ops += [("activations", "m", slot, 0, block) for slot, _, block in early]
-        rest = steps[c.stages :]
-        return ops + [("load", "m", slot, phase ^ flip, block) for slot, phase, block in rest]
+        for slot, phase, block in steps[len(early) :]:
+            if c.cover and block == c.stages - 1 and c.bug != "last_stage_unseen":
+                ops.append(("seen", "m", slot, 0, block))
+            ops.append(("load", "m", slot, phase ^ flip, block))
+        return ops
     for _ in range(c.tiles):
         slot, phase, block = token.step()
         ops.append(("load", "t", slot, phase ^ flip, block))
@@ -130,6 +153,11 @@ def consumer_program(c: Config) -> list[tuple]:
         previous = None
         for _ in range(count):
             slot, phase, block = main.step()
+            if previous and not c.ahead and c.bug != "early_release":
+                ops.append(("leave", "m", *previous))
+                previous = None
+            if c.cover:
+                ops.append(("scales", "s", block // c.cover % 2, block))
             ops.append(("wait", "m", slot, phase, block))
             if c.bug == "early_release":
                 ops.append(("release", "m", slot, block))
@@ -143,6 +171,8 @@ def consumer_program(c: Config) -> list[tuple]:
             ops.append((last, "m", *previous))
 
     if c.decode:
+        if c.cover:
+            ops.append(("look", "m", 0, 0))
         chain(c.k_blocks, False)
         sums = ("sums", "m", 0, 0)
         if c.bug == "sums_in_flight":
@@ -180,12 +210,14 @@ class Model:
 
     def __init__(self, c: Config, reduce: bool = True):
         self.c, self.reduce = c, reduce
-        self.depth = {"m": c.stages, "t": c.token_stages}
+        self.depth = {"m": c.stages, "t": c.token_stages, "s": 2 if c.cover else 0}
         self.roles = [(cta, "producer") for cta in range(c.cluster)]
         self.roles += [(cta, "consumer") for cta in range(c.cluster) for _ in range(c.consumers)]
         producer, consumer = producer_program(c), consumer_program(c)
         self.programs = [producer if kind == "producer" else consumer for _, kind in self.roles]
-        keys = [(cta, r, s) for cta in range(c.cluster) for r in "mt" for s in range(self.depth[r])]
+        keys = [
+            (cta, r, s) for cta in range(c.cluster) for r in "mts" for s in range(self.depth[r])
+        ]
         self.index = {key: i for i, key in enumerate(keys)}
         # Blocks of a ring that a consumer has begun to read by program position.
         self.begun = {
@@ -194,6 +226,8 @@ class Model:
             )
             for r in "mt"
         }
+        # Blocks whose scales it has read.
+        self.scaled = list(itertools.accumulate((op[0] == "scales" for op in consumer), initial=0))
         self.armed = {"m": 2 if c.bug == "expect_own_half" else 1 + c.cluster, "t": 1}
         self.full_count = {"m": c.cluster if c.bug == "full_count_all_ctas" else 1, "t": 1}
         self.empty_count = {
@@ -205,7 +239,10 @@ class Model:
     def initial(self):
         early = self.c.bug == "no_init_sync"
         slots = tuple(
-            _Slot((0, self.full_count[r], 0), (0, self.empty_count[r], 0)) for _, r, _ in self.index
+            _Slot((0, 1, 0), (0, 1, 0), block=s)  # the box in a place for scales
+            if r == "s"
+            else _Slot((0, self.full_count[r], 0), (0, self.empty_count[r], 0))
+            for _, r, s in self.index
         )
         return (
             (-1 if early else 0,) * len(self.roles),
@@ -234,9 +271,16 @@ class Model:
         pcs, slots, flight, ready = state
         kind, ring, slot, parity, block = op
         cta = self.roles[i][0]
+        consumers = [
+            pc for pc, role in zip(pcs, self.roles, strict=True) if role == (cta, "consumer")
+        ]
+        if kind == "seen":
+            return (self._next(pcs, i), slots, flight, ready) if min(consumers) > 0 else None
         at = self.index[(cta, ring, slot)]
         slots = list(slots)
         copies = set()
+        if self.c.cover and slot == self.c.stages - 1 and min(consumers) == 0:
+            raise Violation("loads the last stage while scales in it are looked through")
         if kind != "activations":
             if slots[at].empty[0] == parity and self.c.bug != "no_empty_wait":
                 return None
@@ -244,9 +288,16 @@ class Model:
             armed = self.armed[ring]
             if kind == "weights" and self.c.bug == "early_weights_only":
                 armed = 1
+            box = box_with(self.c, block) if ring == "m" else None
+            if box is not None:
+                armed += self.c.bug != "scales_not_expected"
+                if any(self.scaled[pc] < (box - 1) * self.c.cover for pc in consumers):
+                    raise Violation(f"loads box {box} of scales over one that is to be read")
             full = settle((f[0], f[1] - 1, f[2] + armed), self.full_count[ring])
             slots[at] = slots[at]._replace(full=full)
             copies = {(cta, ring, slot, block, "weight")}
+            if box is not None:
+                copies.add((cta, ring, slot, block, "scales"))
         if ring == "m" and kind != "weights":
             copies |= {(t, ring, slot, block, cta) for t in range(self.c.cluster)}
         for target in {copy[0] for copy in copies}:
@@ -269,8 +320,13 @@ class Model:
         s = slots[at]
         parts = (s.parts if s.block == block else frozenset()) | {part}
         full = settle((s.full[0], s.full[1], s.full[2] - 1), self.full_count[ring])
-        slots = slots[:at] + (s._replace(full=full, block=block, parts=parts),) + slots[at + 1 :]
-        return pcs, slots, flight - {copy}, ready
+        slots = list(slots)
+        slots[at] = s._replace(full=full, block=block, parts=parts)
+        if part == "scales":
+            box = box_with(self.c, block)
+            place = self.index[(target, "s", box % 2)]
+            slots[place] = slots[place]._replace(block=box)
+        return pcs, tuple(slots), flight - {copy}, ready
 
     def _consume(self, state, i, op):
         pcs, slots, flight, ready = state
@@ -279,15 +335,24 @@ class Model:
         if kind == "meet":
             mates = [pc for pc, role in zip(pcs, self.roles, strict=True) if role == self.roles[i]]
             return (self._next(pcs, i), slots, flight, ready) if min(mates) >= pcs[i] else None
+        if kind == "look":
+            return self._next(pcs, i), slots, flight, ready
         if kind == "sums" and (any(s.readers for s in slots) or flight):
             raise Violation("sums go over slots that are read or copied to")
         at = self.index[(cta, ring, slot)]
         slots = list(slots)
         s = slots[at]
+        if kind == "scales":
+            if s.block != block // self.c.cover:
+                raise Violation(f"scales of block {block} are not there, but box {s.block}")
+            return self._next(pcs, i), tuple(slots), flight, ready
         if kind == "wait":
             if s.full[0] == op[3]:
                 return None
-            if s.block != block or s.parts != self.complete[ring]:
+            complete = self.complete[ring]
+            if ring == "m" and box_with(self.c, block) is not None:
+                complete |= {"scales"}
+            if s.block != block or s.parts != complete:
                 raise Violation(
                     f"expects block {block} in {ring}{slot}, finds {sorted(map(str, s.parts))}"
                     f" of {s.block}"
@@ -380,12 +445,20 @@ def corners() -> list[Config]:
 
 def decode_corners() -> list[Config]:
     """One K block, fewer than, equal to, more than stages, several rounds."""
-    return [
+    plain = [
         Config(stages=stages, k_blocks=blocks, consumers=consumers, decode=True)
         for stages in (2, 3, 4)
         for blocks in sorted({1, stages - 1, stages, stages + 1, 2 * stages + 1})
         for consumers in (2, 3)
     ]
+    # As many stages as a box covers, or fewer; a box that is taken once, and places taken again.
+    in_turn = [
+        Config(stages=stages, k_blocks=blocks, decode=True, cover=cover, ahead=ahead)
+        for stages, cover in ((2, 2), (2, 3), (3, 3), (2, 4), (4, 4))
+        for blocks in (2 * cover + 1, 3 * cover, 4 * cover + 1)
+        for ahead in (False, True)
+    ]
+    return plain + in_turn
 
 
 # The smallest corner in which each bug can show.
@@ -399,6 +472,11 @@ BUG_CORNERS["token_early_release"] = Config(
 DECODE_BUGS = ("sums_before_all", "sums_in_flight", "early_weights_only")
 for bug in DECODE_BUGS:
     BUG_CORNERS[bug] = Config(stages=2, k_blocks=3, decode=True, bug=bug)
+SCALE_BUGS = (
+    "scales_early", "scales_late", "scales_not_expected", "last_stage_unseen", "early_over_scales",
+)  # fmt: skip
+for bug in SCALE_BUGS:
+    BUG_CORNERS[bug] = Config(stages=2, k_blocks=6, decode=True, cover=2, ahead=False, bug=bug)
 
 
 def main():

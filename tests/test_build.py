@@ -937,6 +937,22 @@ class DecodePlanChecks(PlanCase):
                     continue
                 self.compile(*attrs, rank)()
 
+    @parameterized.product(path=PATHS, cluster=(1, 2), m=(16, 30, 64))
+    def test_every_decode_plan_of_a_long_k_is_accepted(self, path, cluster, m):
+        """Block scales all at once, or two boxes of them in turn."""
+        format, mode = path
+        for tile_n, k_pad in itertools.product(
+            (8, 32, 40, 64, 72, 128), (4352, 8192, 8704, 8736, 16384, 17408, 28672)
+        ):
+            with self.subTest(tile_n=tile_n, k_pad=k_pad):
+                try:
+                    attrs = self.decode_attrs(
+                        format, 16, k_pad, mode, m, tile_n=tile_n, cluster=cluster
+                    )
+                except plan.DoesNotFitError:
+                    continue
+                self.compile(*attrs, 16)()
+
     def test_every_decode_quantizer_is_accepted(self):
         seen = set()
         k = (32, 4096, 4128, 8224, 14336, 28672)
@@ -991,7 +1007,7 @@ class DecodePlanChecks(PlanCase):
         ("off_lora_act", 0, "main ring overlap lora_act"),
         ("off_aux", 0, "main ring overlap aux"),
         ("off_barriers", 0, "main ring overlap barriers"),
-        ("off_store", 1 << 17, "of store|overlap store"),
+        ("off_store", 1 << 17 | 1024, "of store|overlap store"),
         ("bytes_store", 128, "of store"),
         ("smem_bytes", 1 << 16, "inside"),
         ("q_rows", 2, "quantizer 5 2 rows"),

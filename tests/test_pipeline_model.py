@@ -29,6 +29,23 @@ class ProtocolTest(parameterized.TestCase):
         self.assertIsNone(violation, corner)
         self.assertGreater(states, 1)
 
+    @parameterized.product(ahead=(False, True), stages=(3, 4))
+    def test_scales_in_turn_need_a_box_as_long_as_the_ring(self, ahead, stages):
+        """What the plan asks for: with more stages a box comes after a block that needs it."""
+        corner = pipeline_model.Config(stages=stages, k_blocks=8, decode=True, cover=2, ahead=ahead)
+        self.assertRegex(pipeline_model.explore(corner)[1], "scales of block .* are not there")
+
+    @parameterized.product(
+        bug=("", *pipeline_model.SCALE_BUGS), shape=((2, 2, True), (2, 2, False), (2, 3, False))
+    )
+    def test_reduction_keeps_the_verdict_of_scales_in_turn(self, bug, shape):
+        stages, cover, ahead = shape
+        corner = pipeline_model.Config(
+            stages=stages, k_blocks=2 * cover + 1, decode=True, cover=cover, ahead=ahead, bug=bug
+        )
+        reduced, full = (pipeline_model.explore(corner, reduce=r)[1] for r in (True, False))
+        self.assertEqual(reduced is None, full is None)
+
     @parameterized.parameters("early_release", "no_empty_wait")
     def test_known_bug_is_found_in_decode(self, bug):
         corner = pipeline_model.Config(stages=2, k_blocks=5, decode=True, bug=bug)

@@ -237,9 +237,10 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", 5))
         self.assertEqual(solved.tile_m, min(t for t in budget.DECODE_TOKENS if t >= m))
         self.assertLess(solved.tile_m // 2, max(m, 8))
-        # One CTA per SM, and room beside it for one of the quantizer's.
+        # One CTA per SM, and where registers allow one, room beside it for a CTA of the quantizer.
         self.assertGreater(2 * (solved.smem_bytes + 1024), 228 * 1024)
-        self.assertLessEqual(solved.smem_bytes + 1024 + 20544 + 1024, 228 * 1024)
+        if m <= 16:
+            self.assertLessEqual(solved.smem_bytes + 1024 + 20544 + 1024, 228 * 1024)
 
     @parameterized.parameters(
         (4096, 4096, 1, 32, 1), (14336, 4096, 1, 112, 1), (8192, 8192, 1, 64, 1),
@@ -279,10 +280,10 @@ class Sm90DecodeTest(parameterized.TestCase):
 
     @parameterized.parameters(
         # tile_n, K of a stage, bytes of weights, activations of a stage, of scales, of sums
-        (32, 1024, 16384, 8192, 128 * 32, 5 * 1024),
-        (64, 512, 16384, 4096, 128 * 64, 9 * 1024),
-        (72, 256, 9216, 2048, 128 * 72, 9 * 1024),
-        (128, 256, 16384, 2048, 128 * 128, 9 * 1024),
+        (32, 1024, 16384, 8192, 128 * 32, 4 * 8 * 32 * 4),
+        (64, 512, 16384, 4096, 128 * 64, 4 * 8 * 64 * 4),
+        (72, 256, 9216, 2048, 128 * 72, 2 * 8 * 128 * 4),
+        (128, 256, 16384, 2048, 128 * 128, 2 * 8 * 128 * 4),
     )
     def test_account(self, tile_n, tile_k, weight, act, scales, sums):
         solved = self.solve(forced={"tile_n": tile_n, "cluster": 1}.items())
@@ -293,6 +294,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(attrs["stage_bytes"], weight + act)
         self.assertEqual((attrs["bytes_weight_scale"], attrs["bytes_store"]), (scales, sums))
         self.assertEqual(attrs["bytes_aux"], 16 * tile_n)
+        self.assertEqual(attrs["bytes_barriers"], 16 * solved.main_stages + 32)
         self.assertEqual(attrs["off_store"], 0)
         self.assertLessEqual(weight * solved.main_stages, 98304)
 
@@ -312,7 +314,40 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(two.ffi_attrs()["cluster"], 2)
         without = self.solve(k=5120, rank=0, forced={"tile_n": 64, "cluster": 2}.items())
         # The peer's sums lie where the low-rank product would.
-        self.assertEqual(without.region("lora_act").bytes_per_stage, 8 * 68 * 4)
+        self.assertEqual(without.region("lora_act").bytes_per_stage, 8 * 64 * 4)
+
+    @parameterized.parameters(
+        # M, format, tile_n, CTAs, K, boxes of block scales of a CTA, and how many have room
+        (64, "mxfp4", 64, 1, 16384, 4, 2),
+        (17, "mxfp4", 32, 2, 28672, 4, 2),
+        (33, "mxfp4", 128, 1, 8704, 3, 2),
+        (17, "nvfp4", 40, 1, 8192, 4, 2),
+        # Few tokens; no more than two; rows of scales that are no whole 16 bytes; more of them than
+        # a stage holds.
+        (16, "mxfp4", 64, 1, 16384, 4, 4),
+        (64, "mxfp4", 64, 2, 16384, 2, 2),
+        (64, "mxfp4", 64, 1, 16416, 5, 5),
+        (17, "mxfp4", 128, 1, 20480, 5, 5),
+        (64, "int4", 64, 1, 16384, 0, 0),
+    )
+    def test_block_scales_in_turn(self, m, format, tile_n, cluster, k, boxes, slots):
+        changes = {"block": k} if format == "int4" else {}
+        forced = {"tile_n": tile_n, "cluster": cluster}.items()
+        solved = self.solve(m=m, format=format, k=k, forced=forced, **changes)
+        self.assertEqual(budget.decode_scale_boxes(solved.problem, solved), (boxes, slots))
+        region = solved.region("weight_scale")
+        self.assertEqual(region.bytes_per_stage, slots * tile_n * 128)
+        # What lies in the last stage at first fits it, and a box covers the stages of the ring.
+        if slots < boxes:
+            block = solved.problem.block_size
+            self.assertLessEqual((boxes - slots) * tile_n * 128, solved.ffi_attrs()["stage_bytes"])
+            self.assertLessEqual(solved.main_stages * solved.tile_k, 128 * block)
+
+    def test_scales_in_turn_leave_room_for_stages(self):
+        """K by 512 against one block more, whose scales are all there at once."""
+        forced = {"tile_n": 64, "cluster": 1}.items()
+        turn, whole = (self.solve(m=64, k=k, forced=forced).main_stages for k in (28672, 28704))
+        self.assertGreater(turn, whole)
 
     @parameterized.parameters(
         ({"m": 65}, "65 rows, it takes 1 to 64"),

@@ -659,8 +659,8 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     The CTAs of a cluster have the same rows and divide K.
 
     The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
-    the CTA are resident, or two boxes of them in turn. The four warpgroups divide K, and their sums lie
-    over the ring.
+    the CTA are resident, or two boxes of them in turn. The four warpgroups divide K, and their sums
+    lie over the ring.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
     path = v2_path(problem)
@@ -719,7 +719,13 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
         ),
         row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
         row("aux", n * 16, 1, "kernel", "tile_n*16, scales and bias of a row"),
-        row("barriers", 16 * main + 32, 1, "kernel", "16 per stage, the block scales' and the peer's"),
+        row(
+            "barriers",
+            16 * main + 32,
+            1,
+            "kernel",
+            "16 per stage, two of the block scales, and the peer's",
+        ),
     )
 
 
@@ -1090,9 +1096,9 @@ def step_flops(config: Config) -> int:
 def decode_scale_boxes(problem: Problem, config: Config) -> tuple[int, int]:
     """Boxes of block scales of a CTA of sm90_decode, and how many it has room for at once.
 
-    All of them, or with many tokens two, so that the ring has more stages: those past two are in the ring's
-    last stage while a row's largest scale is looked for, and come again during the K loop, each with
-    the weights of a stage that is ahead of those that it covers.
+    All of them, or with many tokens two, so that the ring has more stages: those past two are in
+    the ring's last stage while a row's largest scale is looked for, and come again during the K
+    loop, each with the weights of a stage that is ahead of those that it covers.
     """
     path = v2_path(problem)
     assert path is not None, problem
@@ -1170,8 +1176,8 @@ class Design:
       unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
       decode: made for few tokens; the tile holds all of them.
       least_smem: that a launch asks for, so that no second CTA shares an SM.
-      spare_smem: that a launch of ``spare_tiles`` leaves for a CTA of the launch before it, to start
-        early. Other values of tile_m leave it no registers.
+      spare_smem: that a launch of ``spare_tiles`` leaves for a CTA of the launch before it, to
+        start early. Other values of tile_m leave it no registers.
       most_weight_bytes: in the ring's stages; None for as many as fit.
     """
 

@@ -39,6 +39,25 @@ FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 FEW = Case("mxfp4", 8, 40, 2080, 48, kernel="sm90_decode", tile_m=8, tile_n=40, clusters=1)
 FEW_EXACT = dataclasses.replace(FEW, exact=True)
 FEW_PAIR = dataclasses.replace(FEW, cluster=2)
+# More tokens: records as a whole, and block scales of a CTA that take two places in turn.
+MANY_PAIR = Case(
+    "mxfp4",
+    21,
+    40,
+    2080,
+    48,
+    kernel="sm90_decode",
+    tile_m=32,
+    tile_n=40,
+    cluster=2,
+    clusters=1,
+    stages=2,
+)
+MANY_EXACT = dataclasses.replace(MANY_PAIR, exact=True)
+TURN = Case(
+    "mxfp4", 17, 8, 8704, 0, kernel="sm90_decode", tile_m=32, tile_n=8, clusters=1, stages=4
+)
+TURN_EXACT = dataclasses.replace(TURN, exact=True)
 # A second round, and a unit of K that is not whole.
 FEW_FUSED = dataclasses.replace(FEW, n=8, k=6168, tile_n=8, fused=True, down_cluster=8)
 # Four CTAs share a token.
@@ -69,6 +88,7 @@ def _m(name, kind, case, caught, *edits, **rest) -> Mutant:
 _QUANT = {"sources": ("sm90_quantize_v2_Mxfp4.cu",)}
 _DOWN = {"sources": ("sm90_down_v2.cu",)}
 _FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
+_MANY = {"sources": ("sm90_decode_Mxfp4_32.cu",)}
 _FEW_QUANT = {"sources": ("sm90_decode_quantize_Mxfp4.cu",)}
 
 MUTANTS = (
@@ -324,8 +344,7 @@ MUTANTS = (
         "ring.acquire(stage, kDownXBytes + kDownRankBytes)"), **_DOWN),
     # ---- the gemm for few tokens ----
     _m("decode: activations before the launch before has ended", "protocol", FEW, "ProtocolError",
-       (DECODE, "  grid_dependency_wait();\n  for (int step = 0; step < share.steps",
-        "  for (int step = 0; step < share.steps"), **_FEW),
+       (DECODE, "  grid_dependency_wait();\n  NextScales", "  NextScales"), **_FEW),
     _m("decode: a stage expects its weights only", "protocol", FEW,
        "RaceError UninitializedError ProtocolError DeadlockError",
        (DECODE, "D::kBoxes * tile_n * kBoxBytes + D::kGroups * D::kRecords * kTokens * kBoxBytes;",
@@ -336,7 +355,7 @@ MUTANTS = (
     _m("decode: sums before all are there", "protocol", FEW,
        "RaceError UninitializedError ProtocolError DeadlockError",
        (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);\n"
-        "    const Finish", "    const Finish"), **_FEW),
+        "    if (args.splits", "    if (args.splits"), **_FEW),
     _m("decode: scales of others before they are there", "protocol", FEW,
        "RaceError UninitializedError",
        (DECODE, "      wait_copies();\n      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n",
@@ -356,8 +375,8 @@ MUTANTS = (
         "}\n\n// A lane's bytes"), **_FEW),
     _m("decode: stage released under its MMAs", "protocol", dataclasses.replace(FEW, stages=2),
        "RaceError ProtocolError",
-       (DECODE, "          wgmma_wait<0>();\n          ring.release<1>(through, lane);",
-        "          ring.release<1>(through, lane);\n          wgmma_wait<0>();"), **_FEW),
+       (DECODE, "        wgmma_wait<0>();\n        ring.release<1>(through, lane);",
+        "        ring.release<1>(through, lane);\n        wgmma_wait<0>();"), **_FEW),
     _m("decode: a stage's codes before it has come", "protocol", FEW, "RaceError UninitializedError",
        (DECODE, "    ring.wait_full(stage);\n    const uint32_t slot = stage.slot * args.stage_bytes;\n"
         "#pragma unroll\n    for (int r = 0; r < D::kRecords; ++r) {\n#pragma unroll",
@@ -365,14 +384,49 @@ MUTANTS = (
         "#pragma unroll\n    for (int r = 0; r < D::kRecords; ++r) {\n#pragma unroll"), **_FEW),
     _m("decode: peer's sums before they are there", "protocol", FEW_PAIR,
        "RaceError UninitializedError ProtocolError",
-       (DECODE, "      finish.give();\n      cluster_sync();", "      finish.give();"), **_FEW),
+       (DECODE, "      watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);\n      if (mine)",
+        "      if (mine)"), **_FEW),
+    _m("decode: sixteen bytes of the peer's sums are not waited for", "protocol", FEW_PAIR,
+       "DeadlockError RaceError UninitializedError ProtocolError",
+       (DECODE, "return row_units * token_pairs * (8 * 4 * D::kChunk);",
+        "return row_units * token_pairs * (8 * 4 * D::kChunk) - 16;"), **_FEW),
+    _m("decode: sixteen bytes too many of the peer's sums are waited for", "protocol", FEW_PAIR,
+       "DeadlockError",
+       (DECODE, "return row_units * token_pairs * (8 * 4 * D::kChunk);",
+        "return row_units * token_pairs * (8 * 4 * D::kChunk) + 16;"), **_FEW),
+    _m("decode: the peer's sums of tokens past M are waited for", "protocol", MANY_PAIR, "DeadlockError",
+       (DECODE, "const int token_pairs = kTokens == 8 ? kHalf / 2 : (tokens + 7) / 8 * 4;",
+        "const int token_pairs = kHalf / 2;"), **_MANY),
+    _m("decode: the peer's sums of rows past the tile are waited for", "protocol", FEW_PAIR,
+       "DeadlockError",
+       (DECODE, "const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;\n  const int tokens",
+        "const int row_units = D::kRowUnits;\n  const int tokens"), **_FEW),
+    _m("decode: the peer's sums over the own low-rank product", "layout", MANY_PAIR, "RaceError cells",
+       (DECODE, "chunk_place<D, kTokens>(row_unit, unit ^ kTokenUnits / 2, lane)",
+        "chunk_place<D, kTokens>(row_unit, unit, lane)"), **_MANY),
+    _m("decode: the peer's half of eight tokens over the own", "layout", FEW_PAIR, "RaceError cells",
+       (DECODE, "chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);",
+        "chunk_place<D, kTokens>(row_unit, unit, lane);"), **_FEW),
+    _m("decode: sums to the peer where it looks for others", "layout", MANY_PAIR,
+       "RaceError UninitializedError cells",
+       (DECODE, "store_cluster_async<D::kChunk>(smem + args.off_addend + other,",
+        "store_cluster_async<D::kChunk>(smem + args.off_addend + place,"), **_MANY),
+    _m("decode: sums to a peer that may not run", "protocol", FEW_PAIR, "RaceError ProtocolError",
+       (DECODE, "    if (args.splits > 1) cluster_wait();\n    finish<", "    finish<"), **_FEW),
+    _m("decode: the peer is let on before the barrier of its sums is there", "protocol", FEW_PAIR,
+       "RaceError ProtocolError",
+       (DECODE, "if (args.splits > 1 && warp != kLoadWarp) cluster_arrive_relaxed();",
+        "if (args.splits > 1) cluster_arrive_relaxed();"),
+       (DECODE, "    if (args.splits > 1) cluster_arrive_relaxed();\n", ""), **_FEW),
+    _m("decode: barriers without a fence", "protocol", FEW_PAIR, "RaceError ProtocolError",
+       (DECODE, "      fence_mbarrier_init();\n", ""), **_FEW),
     _m("decode: both CTAs take the first half of K", "arithmetic", FEW_PAIR, "cells",
        (DECODE, "share.first_step = share.rank * each;", "share.first_step = 0;"), **_FEW),
     _m("decode: last token", "cells", FEW_EXACT, "cells",
-       (DECODE, "token < args.m; token += kStep) {\n      if (!finishes<kTokens>(args, share, token)) "
-        "continue;\n      float2 sum",
-        "token + 1 < args.m; token += kStep) {\n      if (!finishes<kTokens>(args, share, token)) "
-        "continue;\n      float2 sum"), **_FEW),
+       (DECODE, "if (inside && token + j < args.m) {", "if (inside && token + j + 1 < args.m) {"), **_FEW),
+    _m("decode: last row of an odd N, lanes with one row", "cells",
+       dataclasses.replace(FEW_EXACT, n=77, tile_n=24), "cells",
+       (DECODE, "pair < args.tile_n && n < args.n;", "row < args.tile_n && share.n0 + row < args.n;"), **_FEW),
     _m("decode: store past an odd N", "cells", dataclasses.replace(FEW_EXACT, n=77),
        "OutOfBoundsError RaceError cells",
        (DECODE, "if (n + 1 < args.n) out[1] = y.y;", "out[1] = y.y;"), **_FEW),
@@ -381,12 +435,49 @@ MUTANTS = (
        (DECODE, "(g * 16 ^ (record * Path::kStageScales", "(0 ^ (record * Path::kStageScales"), **_FEW),
     _m("decode: a box of the scales forgotten", "layout", dataclasses.replace(FEW_EXACT, k=8192),
        "cells",
-       (DECODE, "scale / kDecodeScaleBox * (args.tile_n * kDecodeScaleBox)", "0"), **_FEW),
+       (DECODE, "uint32_t place = scale / kDecodeScaleBox;", "uint32_t place = 0;"), **_FEW),
+    _m("decode: scales in turn are looked for in places of their own", "layout", TURN,
+       "RaceError UninitializedError OutOfBoundsError cells",
+       (DECODE, "    if (kTokens > 16 && in_last_stage(args)) place %= 2;\n", ""), **_MANY),
+    _m("decode: next scales over those of a stage still to be read", "protocol", TURN, "RaceError",
+       (DECODE, "step(kStages - 1 + args.stages) {}", "step(kStages - 2 + args.stages) {}"), **_MANY),
+    _m("decode: next scales with the stage that needs them", "protocol", TURN,
+       "RaceError UninitializedError",
+       (DECODE, "step(kStages - 1 + args.stages) {}", "step(kStages + args.stages) {}"), **_MANY),
+    _m("decode: next scales are not waited for", "protocol", TURN, "RaceError ProtocolError DeadlockError",
+       (DECODE, "stage_bytes<Path, kTokens, kRows>(args.tile_n) + more);",
+        "stage_bytes<Path, kTokens, kRows>(args.tile_n));"), **_MANY),
+    _m("decode: next scales never come", "arithmetic", TURN_EXACT, "cells",
+       (DECODE, "const bool brings_scales = scales.come_with(args, step);",
+        "const bool brings_scales = false;"), **_MANY),
+    _m("decode: weights over the last stage's scales before all are seen", "protocol", TURN, "RaceError",
+       (DECODE, "        watched_wait(args, RingName::kDecodeSeen, seen_barrier(args, smem), 0);\n", ""),
+       **_MANY),
+    _m("decode: one warp's look at the scales is not waited for", "protocol", TURN, "RaceError ProtocolError",
+       (DECODE, "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps);",
+        "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps - 1);"), **_MANY),
+    _m("decode: early weights over the last stage's scales", "protocol",
+       dataclasses.replace(TURN, stages=2), "RaceError ProtocolError DeadlockError",
+       (DECODE, "min(min(most, args.stages - in_last_stage(args)), share.steps);",
+        "min(min(most, args.stages), share.steps);"), **_MANY),
+    _m("decode: fragments of a record under its MMAs", "protocol", MANY_PAIR, "ProtocolError",
+       (DECODE, "      read_stage(step + 1);\n      expand_record(0, next);",
+        "      read_stage(step + 1);\n      expand_record(0, now);"), **_MANY),
+    _m("decode: stage released under a whole record's MMAs", "protocol", MANY_PAIR, "RaceError ProtocolError",
+       (DECODE, "    wgmma_wait<0>();\n    ring.release<1>(through, lane);\n  };",
+        "    ring.release<1>(through, lane);\n    wgmma_wait<0>();\n  };"), **_MANY),
+    _m("decode: both records of a round from one set of fragments", "arithmetic", MANY_EXACT,
+       "cells ProtocolError",
+       (DECODE, "if (step + 1 < steps) turn(step + 1, 0, a[1], a[0]);",
+        "if (step + 1 < steps) turn(step + 1, 0, a[0], a[1]);"), **_MANY),
     _m("decode: a block that flushes goes unseen", "arithmetic",
        dataclasses.replace(FEW_EXACT, n=136, tile_n=64, far=True), "cells",
        (DECODE, "v.base = (v.base & 0xFFFF) | flushes << 16;", "v.base = v.base & 0xFFFF;"), **_FEW),
     _m("decode: ranks past the first 32", "arithmetic", FEW_EXACT, "cells",
-       (DECODE, "rank < args.rank + 8 * q; rank += 32", "rank < 32; rank += 32"), **_FEW),
+       (DECODE, "for (int rank = 32; rank < args.rank; rank += 32) {",
+        "for (int rank = 32; rank < 32; rank += 32) {"), **_FEW),
+    _m("decode: second row of the low-rank product", "layout", FEW_EXACT, "cells",
+       (DECODE, "constexpr int kNext = D::kHalves == 2 ? 1 : 8;", "constexpr int kNext = 8;"), **_FEW),
     _m("decode: low-rank product over the tokens' scales", "account", FEW, "RaceError cells",
        attrs={"off_lora_act": lambda v: v - 256}, **_FEW),
     # ---- the launch before it ----

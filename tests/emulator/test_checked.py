@@ -94,7 +94,7 @@ LOST = (
         wait(V2, "load", "main empty", 0, 0): 1, wait(V2, "load", "main empty", 1, 0): 1,
         wait(V2, "compute", "main full", 0, 1): 16}),
     Lost("decode: slots never released", dataclasses.replace(mutants.FEW, stages=2),
-         ((mutants.DECODE, "          ring.release<1>(through, lane);\n", ""),),
+         ((mutants.DECODE, "        ring.release<1>(through, lane);\n        if", "        if"),),
          ("sm90_decode_Mxfp4_8.cu",),
          {wait(DECODE, "load", "main empty", 0, 0): 1,
           wait(DECODE, "multiply", "main full", 0, 1): 16}),
@@ -107,6 +107,14 @@ LOST = (
          ((mutants.DECODE, "args.scale_boxes * box_bytes);",
            "args.scale_boxes * box_bytes + 8);"),),
          ("sm90_decode_Mxfp4_8.cu",), {wait(DECODE, "multiply", "scales full", 0, 0): 16}),
+    Lost("decode: scales in the last stage never looked through", mutants.TURN,
+         ((mutants.DECODE, "      mbarrier_arrive_if(seen_barrier(args, smem), lane == 0);\n",
+           ""),),
+         ("sm90_decode_Mxfp4_32.cu",),
+         {wait(DECODE, "load", "last stage's scales full", 0, 0): 1,
+          wait(DECODE, "multiply", "main full", 3, 0): 16}),
+    lost("decode: sixteen bytes too many of the peer's sums are waited for",
+         {wait(DECODE, "multiply", "peer's sums full", 0, 0): 32}),
     Lost("LoRA-down: slots never released", dataclasses.replace(mutants.FUSED, k=2560),
          ((mutants.DOWN, "ring.release<1>(previous, lane, step > 0);", ""),), ("sm90_down_v2.cu",),
          {wait(DOWN, "load", "main empty", 0, 0): 8,
@@ -201,6 +209,8 @@ class Same(parameterized.TestCase):
         ("pair", mutants.PAIR),
         ("fused", mutants.FUSED),
         ("decode", mutants.FEW_PAIR),
+        ("decode_many", mutants.MANY_PAIR),
+        ("decode_scales_in_turn", mutants.TURN),
         ("sm100", mutants_sm100.ONE),
         ("sm100_pair", mutants_sm100.TWO),
         ("sm100_fused", mutants_sm100.FUSED),
@@ -223,7 +233,8 @@ class Gate(parameterized.TestCase):
 
     @parameterized.parameters(
         "sm90_gemm_v2_Mxfp4_64.cu", "sm90_grouped_Mxfp4_64.cu", "sm90_decode_Mxfp4_8.cu",
-        "sm90_decode_quantize_Mxfp4.cu", "sm90_down_v2.cu", "sm100_gemm.cu", "sm100_down.cu",
+        "sm90_decode_Mxfp4_32.cu", "sm90_decode_quantize_Mxfp4.cu", "sm90_down_v2.cu",
+        "sm100_gemm.cu", "sm100_down.cu",
     )  # fmt: skip
     def test_every_wait_is_bounded_and_known(self, source):
         """The release build has nothing of it: no timer, no trap, no second kind of wait."""

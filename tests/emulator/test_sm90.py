@@ -1,5 +1,6 @@
 """The product's sm_90a kernels in the emulator: every cell of the result, several schedules."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -157,8 +158,8 @@ class Schedules(parameterized.TestCase):
 
 def decode_cases():
     """Paths x rows per CTA x CTAs that divide K over shapes, ranks and ring depths in turn."""
-    shapes = ((1, 77, 2080), (7, 130, 1056), (8, 264, 3104))
-    paths = [c for c in PATHS if c.path.name in plan.budget.DECODE_PATHS]
+    shapes = ((1, 77, 2080), (7, 131, 1056), (8, 264, 3104))
+    paths = decode_paths()
     for i, (case, tile_n, cluster) in enumerate(
         itertools.product(paths, (8, 24, 40, 64, 128), (1, 2))
     ):
@@ -181,16 +182,95 @@ def decode_cases():
             exact=i % 3 == 1 and i % 2 == 1 and case.precision != "fastest",
             seed=i,
         )
-    wide = Case("mxfp4", kernel="sm90_decode", fused=True, cluster=2)
-    yield dataclasses.replace(wide, m=13, n=70, k=1104, rank=32, tile_m=16, tile_n=64)
-    yield dataclasses.replace(wide, m=64, n=70, k=1104, rank=32, tile_m=64, tile_n=64)
-    yield dataclasses.replace(wide, m=40, n=150, k=704, rank=0, tile_m=64, tile_n=128)
+    yield from token_cases(len(paths) * 10)
+    yield from scale_cases(len(paths) * 10 + 100)
+
+
+def decode_paths():
+    return [c for c in PATHS if c.path.name in plan.budget.DECODE_PATHS]
+
+
+def token_cases(seed):
+    """Paths x token tiles above 8 x divisions of a CTA's rows: mostly two CTAs that meet, an odd N
+    or M, rows and tokens that leave units without work."""
+    # Rows of a CTA and N.
+    divisions = (
+        ((8, 13), (24, 61), (32, 67)),
+        ((40, 77), (56, 57), (64, 67)),
+        ((72, 73), (104, 110), (128, 131)),
+    )
+    tokens = {16: (9, 13, 16), 32: (21, 17, 32), 64: (61, 33, 51)}
+    grid = itertools.product(decode_paths(), (16, 32, 64), divisions)
+    for i, (case, tile_m, rows) in enumerate(grid):
+        tile_n, n = rows[(i // 3 + i // 9) % 3]
+        if case.path.name == "Nvfp4" and tile_m == 64 and tile_n <= 32:
+            continue  # no two stages fit
+        yield dataclasses.replace(
+            case,
+            m=tokens[tile_m][(i + i // 3) % 3],
+            n=n,
+            # Block scales of any number, in words, in whole 16 bytes.
+            k=(1056, 2176, 2560, 1536)[i % 4],
+            rank=(48, 0, 160)[i // 2 % 3],
+            kernel="sm90_decode",
+            tile_m=tile_m,
+            tile_n=tile_n,
+            cluster=1 + (i % 4 != 3),
+            stages=2 if i % 3 == 0 else None,
+            fused=i % 2 == 0,
+            affine=i % 5 != 0,
+            global_scale=i % 3 == 0,
+            act_unsigned=case.format == "int4" and i % 2 == 1,
+            exact=i % 4 == 1 and case.precision != "fastest",
+            seed=seed + i,
+        )
+
+
+def scale_cases(seed):
+    """Many tokens and more boxes of block scales than two: in turn where the copy engine brings
+    them, of one CTA and of two, places taken once and several times; all at once elsewhere."""
+    mxfp4, rounded = Case("mxfp4"), Case("nvfp4", precision="fastest")
+    prepared, nvfp4 = Case("mxfp4", sign_order="sorted"), Case("nvfp4")
+    # Path, M, N, K, tile_m, tile_n, CTAs, stages: as many as a box covers, or fewer.
+    for i, (case, *shape) in enumerate((
+        (mxfp4, 17, 9, 8704, 32, 8, 1, 4),
+        (prepared, 20, 21, 17408, 32, 24, 2, 3),
+        (prepared, 33, 41, 8704, 64, 40, 1, 4),
+        (mxfp4, 64, 44, 17408, 64, 48, 2, 3),
+        (mxfp4, 18, 75, 8704, 32, 72, 1, 5),
+        (nvfp4, 19, 9, 8448, 32, 8, 1, 2),
+        (nvfp4, 50, 45, 8448, 64, 40, 2, 2),
+        (nvfp4, 23, 41, 4864, 32, 40, 1, 4),
+        (rounded, 40, 17, 10496, 64, 16, 1, 2),
+        (rounded, 31, 43, 9728, 32, 40, 2, 4),
+        (rounded, 17, 81, 4352, 32, 80, 1, 3),
+        (mxfp4, 17, 9, 8224, 32, 8, 1, 2),
+        (nvfp4, 17, 11, 8256, 32, 8, 2, 2),
+    )):  # fmt: skip
+        m, n, k, tile_m, tile_n, cluster, stages = shape
+        yield dataclasses.replace(
+            case, m=m, n=n, k=k, kernel="sm90_decode", tile_m=tile_m, tile_n=tile_n,
+            cluster=cluster, stages=stages, rank=(0, 16)[i % 2],
+            far=case.format == "mxfp4" and i % 3 == 0, seed=seed + i,
+        )  # fmt: skip
 
 
 class Decode(parameterized.TestCase):
     @parameterized.named_parameters(named(decode_cases()))
     def test_cells(self, case):
         run(case, POLICIES[case.seed % 4], case.seed)
+
+    def test_scales_come_in_turn(self):
+        """Of some cases by the plan, of every path that has block scales, and of others not."""
+        found = collections.Counter()
+        for case in decode_cases():
+            boxes, slots = plan.budget.decode_scale_boxes(
+                product.problem_of(case), product.plan_of(case)
+            )
+            if boxes > 2:
+                found[case.path.name if slots < boxes else "all", case.cluster] += 1
+        names = ("Mxfp4", "Mxfp4Sorted", "Nvfp4", "Nvfp4Rounded", "all")
+        self.assertCountEqual(found, itertools.product(names, (1, 2)))
 
     @parameterized.product(steps=(1, 2, 3, 4, 7), stages=(2, 3), cluster=(1, 2))
     def test_stages(self, steps, stages, cluster):
