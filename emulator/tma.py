@@ -194,8 +194,8 @@ def _window(w: Warp, tensor: tensormap.TensorMap, coords: list[int]):
     if tensor.swizzle and coords[0] * tensor.element_bytes % 16:
         # Seen with bytes and a swizzle of 128.
         raise ProtocolError(
-            f"a box from coordinate {coords[0]} begins inside 16 bytes: an illegal instruction on an "
-            "H200"
+            f"a box from coordinate {coords[0]} begins inside 16 bytes: an illegal instruction on "
+            "an H200"
         )
     extent = tensor.dims[0] * tensor.element_bytes
     for dim, stride in zip(tensor.dims[1:], tensor.strides, strict=True):

@@ -935,8 +935,8 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     """LoRA-down of the sm90_v2 path (cuda/sm90_down_v2.cuh): 72 tokens per cluster, K divided.
 
     Per CTA a ring of 64-k stages, 72 rows of x and boxes of 64 ranks; over it, once it is through,
-    the partial sums of 72 tokens; barriers. As many stages as fit ``capacity``, eight at most. Where
-    groups have 16 rows or fewer each a cluster takes 16 tokens, in the same bytes.
+    the partial sums of 72 tokens; barriers. As many stages as fit ``capacity``, eight at most.
+    Where groups have 16 rows or fewer each a cluster takes 16 tokens, in the same bytes.
     """
     rows, step = 72, 64
     tiles = next(t for t in (1, 2, 4) if problem.rank <= 64 * t)

@@ -246,6 +246,9 @@ def scale_cases(seed):
         (rounded, 17, 81, 4352, 32, 80, 1, 3),
         (mxfp4, 17, 9, 8224, 32, 8, 1, 2),
         (nvfp4, 17, 11, 8256, 32, 8, 2, 2),
+        # Those of the second CTA begin inside 16 bytes.
+        (mxfp4, 3, 131, 512, 8, 128, 2, 2),
+        (prepared, 33, 131, 1536, 64, 128, 2, 2),
     )):  # fmt: skip
         m, n, k, tile_m, tile_n, cluster, stages = shape
         yield dataclasses.replace(
