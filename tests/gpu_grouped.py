@@ -86,6 +86,10 @@ def cells(paths: tuple[str, ...] = tuple(PATHS)) -> Iterator[Grouped]:
             if name == "large" and (rank, tile_m) not in ((48, tiles[0]), (0, 64), (128, tiles[1])):
                 continue
             n, k = SHAPES[turn % len(SHAPES)]
+            # One block per row is planned as integers with a scale per row.
+            rows_tiles = plan.budget.V2_PATHS["Int4Row"].grouped_tiles
+            if k == PATHS[path].get("block_size") and tile_m not in rows_tiles:
+                continue
             yield Grouped(
                 Cell(
                     rank=rank,
