@@ -279,9 +279,21 @@ struct QuantizeBuffers {
 struct GemmBuffers {
   AnyBuffer act, act_scale, act_global_scale, lora_act;
   AnyBuffer weight, weight_scale, weight_global_scale, lora_up;
-  AnyBuffer channel_scale, bias;
+  AnyBuffer channel_scale, bias, scale_range;
   AnyBuffer out;  // result
 };
+
+// (rows, 2), or absent: no rows.
+Error CheckRange(const AnyBuffer& b, int64_t n) {
+  return Check("scale_range", b, {DataType::U8},
+               {b.element_count() == 0 ? 0 : n, 2});
+}
+
+// Null where it is absent.
+const uint8_t* RangeData(const AnyBuffer& b) {
+  return b.element_count() == 0 ? nullptr
+                                : static_cast<const uint8_t*>(b.untyped_data());
+}
 
 Error CheckQuantize(const QuantizeBuffers& b, const PlanAttrs& plan,
                     const SpecAttrs& spec) {
@@ -347,6 +359,7 @@ Error CheckGemm(const GemmBuffers& b, const PlanAttrs& plan,
       Check("lora_act", b.lora_act, {b.lora_up.element_type()}, {m, rank}));
   W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", b.channel_scale, n));
   W4A4_RETURN_IF_ERROR(CheckOptional("bias", b.bias, n));
+  W4A4_RETURN_IF_ERROR(CheckRange(b.scale_range, n));
   W4A4_RETURN_IF_ERROR(Check("result", b.out, kFloats, {m, n}));
   if (b.act_scale.element_type() != b.weight_scale.element_type()) {
     return Error(ErrorCode::kInvalidArgument,
@@ -448,6 +461,7 @@ WeightRowParams WeightRows(const GemmBuffers& b, const PrivateBuffers& w,
   p.rows = w.rows.untyped_data();
   p.scale_dtype = ToDType(b.weight_scale.element_type());
   p.n = rows;
+  p.scale_range = RangeData(b.scale_range);
   return p;
 }
 
@@ -694,6 +708,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
   W4A4_RETURN_IF_ERROR(Check("lora_up", g.lora_up, kFloats, {n, kAny}));
   W4A4_RETURN_IF_ERROR(CheckOptional("channel_scale", g.channel_scale, n));
   W4A4_RETURN_IF_ERROR(CheckOptional("bias", g.bias, n));
+  W4A4_RETURN_IF_ERROR(CheckRange(g.scale_range, n));
   W4A4_RETURN_IF_ERROR(Check("result", g.out, kFloats, {m, n}));
   W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
   return CheckGemmRegions(plan, spec, rank);
@@ -866,7 +881,7 @@ size_t ResultCount(const PlanAttrs& plan, size_t v1, size_t v2, size_t sm100) {
 struct GroupedBuffers {
   AnyBuffer x, bounds, smooth, act_global_scale, lora_down;
   AnyBuffer weight, weight_scale, weight_global_scale, lora_up;
-  AnyBuffer channel_scale, bias;
+  AnyBuffer channel_scale, bias, scale_range;
   AnyBuffer out;                                    // result
   AnyBuffer lora_act, act, token_scale, rows, table;  // workspace
 
@@ -931,6 +946,9 @@ Error CheckGrouped(const GroupedBuffers& b, const PlanAttrs& plan,
   W4A4_RETURN_IF_ERROR(
       CheckGroupVector("channel_scale", b.channel_scale, groups, n));
   W4A4_RETURN_IF_ERROR(CheckGroupVector("bias", b.bias, groups, n));
+  W4A4_RETURN_IF_ERROR(
+      Check("scale_range", b.scale_range, {DataType::U8},
+            {groups, b.scale_range.element_count() == 0 ? 0 : n, 2}));
   W4A4_RETURN_IF_ERROR(Check("result", b.out, {DataType::BF16}, {m, n}));
   W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
                              {m, GemmV2ActBytes(path, spec.k_pad)}));
@@ -976,6 +994,7 @@ Error QuantizeGrouped(cudaStream_t stream, const GroupedBuffers& b,
   p.weight.n = b.groups() * b.n();
   p.weight.groups = b.groups();
   p.weight.bounds = bounds;
+  p.weight.scale_range = RangeData(b.scale_range);
   p.table = b.table.untyped_data();
   p.tile_m = static_cast<int>(plan.tile_m);
   p.y = b.out.untyped_data();
@@ -1079,13 +1098,13 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
                AnyBuffer act_global_scale, AnyBuffer lora_act,
                AnyBuffer weight, AnyBuffer weight_scale,
                AnyBuffer weight_global_scale, AnyBuffer lora_up,
-               AnyBuffer channel_scale, AnyBuffer bias, Result out,
-               ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
+               AnyBuffer channel_scale, AnyBuffer bias,
+               AnyBuffer scale_range, Result out, ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   const GemmBuffers b = {
       act,    act_scale,    act_global_scale,    lora_act,
       weight, weight_scale, weight_global_scale, lora_up,
-      channel_scale, bias, *out};
+      channel_scale, bias, scale_range, *out};
   int device = 0;
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
@@ -1119,8 +1138,8 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
                  AnyBuffer act_global_scale, AnyBuffer lora_down,
                  AnyBuffer weight, AnyBuffer weight_scale,
                  AnyBuffer weight_global_scale, AnyBuffer lora_up,
-                 AnyBuffer channel_scale, AnyBuffer bias, Result out,
-                 ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
+                 AnyBuffer channel_scale, AnyBuffer bias,
+                 AnyBuffer scale_range, Result out, ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
@@ -1131,7 +1150,7 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   const GemmBuffers g = {
       r[0],   r[1],         act_global_scale,    r[2],
       weight, weight_scale, weight_global_scale, lora_up,
-      channel_scale, bias, *out};
+      channel_scale, bias, scale_range, *out};
   if (plan.IsPrivate()) {
     return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
   }
@@ -1155,14 +1174,14 @@ Error GroupedImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer bounds,
                   AnyBuffer smooth, AnyBuffer act_global_scale,
                   AnyBuffer lora_down, AnyBuffer weight, AnyBuffer weight_scale,
                   AnyBuffer weight_global_scale, AnyBuffer lora_up,
-                  AnyBuffer channel_scale, AnyBuffer bias, Result out,
-                  Result lora_act, Result act, Result token_scale, Result rows,
+                  AnyBuffer channel_scale, AnyBuffer bias,
+                  AnyBuffer scale_range, Result out, Result lora_act, Result act, Result token_scale, Result rows,
                   Result table, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   const GroupedBuffers b = {
       x,       bounds,       smooth, act_global_scale, lora_down,
       weight,  weight_scale, weight_global_scale, lora_up, channel_scale,
-      bias,    *out,         *lora_act, *act, *token_scale, *rows, *table};
+      bias,    scale_range,  *out,         *lora_act, *act, *token_scale, *rows, *table};
   int device = 0;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
   W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/true));
@@ -1269,6 +1288,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // scale_range (n, 2) | (0, 2)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
         .RemainingRets()  // sm90_v2: act, token_scale, rows; sm100_v2: both atoms
         .Attr<PlanAttrs>("plan")
@@ -1289,6 +1309,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
         .Arg<ffi::AnyBuffer>()  // channel_scale (n,) | (0,)
         .Arg<ffi::AnyBuffer>()  // bias (n,) | (0,)
+        .Arg<ffi::AnyBuffer>()  // scale_range (n, 2) | (0, 2)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
         // Workspace: packed, scales, lora_act; sm90_v2: act, token_scale, rows;
         // sm100_v2: act_atoms, weight_atoms.
@@ -1312,6 +1333,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()  // lora_up (g, n, r)
         .Arg<ffi::AnyBuffer>()  // channel_scale (g, n) | (g, 0)
         .Arg<ffi::AnyBuffer>()  // bias (g, n) | (g, 0)
+        .Arg<ffi::AnyBuffer>()  // scale_range (g, n, 2) | (g, 0, 2)
         .Ret<ffi::AnyBuffer>()  // y (m, n)
         .Ret<ffi::AnyBuffer>()  // workspace: lora_act (m, r)
         .Ret<ffi::AnyBuffer>()  // act

@@ -28,9 +28,9 @@ nb::dict Target(XLA_FFI_Handler* execute) {
 nb::dict Registrations() {
   nb::dict targets;
   targets["jax_w4a4.quantize.v3"] = Target(W4a4Quantize);
-  targets["jax_w4a4.gemm.v3"] = Target(W4a4Gemm);
-  targets["jax_w4a4.matmul.v3"] = Target(W4a4Matmul);
-  targets["jax_w4a4.grouped.v1"] = Target(W4a4Grouped);
+  targets["jax_w4a4.gemm.v4"] = Target(W4a4Gemm);
+  targets["jax_w4a4.matmul.v4"] = Target(W4a4Matmul);
+  targets["jax_w4a4.grouped.v2"] = Target(W4a4Grouped);
   return targets;
 }
 

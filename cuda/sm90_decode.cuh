@@ -147,9 +147,13 @@ __device__ __forceinline__ uint32_t sum_barrier(const DecodeArgs& args, uint32_t
   return scale_barrier(args, smem) + 16;
 }
 
-// Whether block scales lie in the ring's last stage at first.
-__device__ __forceinline__ bool in_last_stage(const DecodeArgs& args) {
+// Whether block scales take their places in turn.
+__device__ __forceinline__ bool in_turn(const DecodeArgs& args) {
   return args.scale_boxes > args.scale_slots;
+}
+// And whether those past the first lie in the ring's last stage until all have been looked through.
+__device__ __forceinline__ bool in_last_stage(const DecodeArgs& args) {
+  return in_turn(args) && args.rows.scale_range == nullptr;
 }
 
 // Where a box of block scales lies while all are looked through.
@@ -263,8 +267,9 @@ __device__ __forceinline__ void load_early(const DecodeArgs& args, uint32_t smem
     const uint32_t barrier = scale_barrier(args, smem);
     const uint32_t box_bytes = args.tile_n * kDecodeScaleBox;
     const int first = scale_share<Path, kRows>(args, share).first;
-    mbarrier_arrive_expect_tx(barrier, args.scale_boxes * box_bytes);
-    for (int box = 0; box < args.scale_boxes; ++box) {
+    const int boxes = in_turn(args) && !in_last_stage(args) ? args.scale_slots : args.scale_boxes;
+    mbarrier_arrive_expect_tx(barrier, boxes * box_bytes);
+    for (int box = 0; box < boxes; ++box) {
       tma_load_2d(scale_box(args, smem, box), &args.scales, barrier, first + box * kDecodeScaleBox,
                   share.n0);
     }
@@ -441,6 +446,9 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     const bool words = args.rows.scale_blocks % 4 == 0;
     if (!args.scale_map && words) copy_scales<4>(args, scales, n0, smem, warp, lane);
     const RowFactors factors = row_factors(args.rows, min(n0 + row, args.n - 1));
+    const bool ranged = kMayFlush<Path> && args.rows.scale_range != nullptr;
+    uchar2 range = {};
+    if (ranged) range = scale_range(args.rows, min(n0 + row, args.n - 1));
     begun();
     if (args.scale_map) {
       watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
@@ -451,9 +459,10 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     }
     // The same for a whole warp, as tile_n is a multiple of 8: its lanes exchange what they find.
     if (row < args.tile_n) {
-      // With two CTAs each has a base of its own for a row: their sums are scaled before they meet.
+      // With two CTAs each may have a base of its own for a row: their sums are scaled before they meet.
       const Extremes found =
-          find_extremes<Path::kFormat, kLanes>(args, scales, smem, row, thread % kLanes);
+          ranged ? Extremes{range.x, range.y}
+                 : find_extremes<Path::kFormat, kLanes>(args, scales, smem, row, thread % kLanes);
       RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found.most);
       if constexpr (kMayFlush<Path>) {
         const bool flushes = typename Path::RowFold(v.base).flushes(found.least);
@@ -548,7 +557,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     // The stage's scales: in which box, and where in it.
     const uint32_t scale = step * D::kScaleBytes;
     uint32_t place = scale / kDecodeScaleBox;
-    if (kTokens > 16 && in_last_stage(args)) place %= 2;
+    if (kTokens > 16 && in_turn(args)) place %= 2;
     place *= args.tile_n * kDecodeScaleBox;
 #pragma unroll
     for (int r = 0; r < D::kRecords; ++r) {

@@ -55,7 +55,7 @@ int LaunchQuantizeV2(GemmV2Path path, const QuantizeV2Params& p,
   a.block_lanes = p.block / 8;
   a.rows = sm90::row_inputs_args(path, p.weight, p.k_pad / p.block);
   a.prepare_ctas =
-      sm90::prepare_ctas(path, p.weight.n, p.k_pad / p.block, TokenQuantizerThreads(p.warps));
+      sm90::prepare_ctas(path, a.rows, TokenQuantizerThreads(p.warps));
   if (p.weight.bounds != nullptr) {
     a.prepare_ctas += 1;
     a.weight_groups = static_cast<int>(p.weight.groups);

@@ -361,7 +361,7 @@ int LaunchRepackV2(GemmV2Path path, const RepackV2Params& p,
   args.token_scale = p.token_scale;
   args.rows = sm90::row_inputs_args(path, p.weight, blocks);
   const bool int4 = GemmV2IsInt4(path);
-  args.prepare_ctas = sm90::prepare_ctas(path, p.weight.n, blocks, kThreads);
+  args.prepare_ctas = sm90::prepare_ctas(path, args.rows, kThreads);
   args.m = static_cast<int>(p.m);
   args.packed_pitch = p.k_pad / 2;
   args.scale_blocks = blocks;

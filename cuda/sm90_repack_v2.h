@@ -25,6 +25,8 @@ struct WeightRowParams {
   DType scale_dtype;
   int64_t groups;     // 0: one weight
   const int* bounds;  // (groups + 1,) rows of x; null: one weight
+  // (n, 2) largest and least byte of a row's mxfp4 scales, or null.
+  const uint8_t* scale_range;
 };
 
 struct RepackV2Params {

@@ -33,6 +33,7 @@ struct RowInputsArgs {
   bool rounded;       // nvfp4: for RoundedRowFold
   int group_rows;     // weight rows that share the global scales
   const int* bounds;  // of tokens; rows of a group without any are not prepared. Or null.
+  const uint8_t* scale_range;  // (N, 2) largest and least byte of a row's mxfp4 scales, or null
 };
 
 // `blocks`: block scales per weight row.
@@ -48,7 +49,8 @@ inline RowInputsArgs row_inputs_args(GemmV2Path path, const WeightRowParams& p, 
           p.scale_dtype,
           path == GemmV2Path::kNvfp4Rounded,
           static_cast<int>(p.bounds != nullptr ? p.n / p.groups : p.n),
-          p.bounds};
+          p.bounds,
+          GemmV2ActPath(path) == GemmV2Path::kMxfp4 ? p.scale_range : nullptr};
 }
 
 // Weight rows that a warp prepares where it looks through block scales: eight, or so many times eight where
@@ -63,10 +65,12 @@ constexpr int kFloatInf = 0x7F800000;
 
 // CTAs of `threads` that prepare `n` rows of `blocks` scales: a warp for some where it looks through block
 // scales, else a thread for each.
-inline int prepare_ctas(GemmV2Path path, int64_t n, int blocks, int threads) {
+inline int prepare_ctas(GemmV2Path path, const RowInputsArgs& args, int threads) {
+  const int64_t n = args.n;
+  const int blocks = args.scale_blocks;
   const bool integers = path == GemmV2Path::kInt4Row || path == GemmV2Path::kInt4Group64 ||
                         path == GemmV2Path::kInt4Group128;
-  const int64_t rows = integers ? threads : PrepareWarpRows(path != GemmV2Path::kInt4Scaled, blocks) * (threads / 32);
+  const int64_t rows = integers || args.scale_range ? threads : PrepareWarpRows(path != GemmV2Path::kInt4Scaled, blocks) * (threads / 32);
   return static_cast<int>((n + rows - 1) / rows);
 }
 
@@ -219,10 +223,23 @@ __device__ __forceinline__ void write_rows_together(const RowInputsArgs& args, i
   if (own_used) args.rows[own] = row_inputs<kFormat>(args.rounded, factors, found);
 }
 
+// The largest and the least byte of a row's mxfp4 scales.
+__device__ __forceinline__ uchar2 scale_range(const RowInputsArgs& args, int row) {
+  return __ldg(reinterpret_cast<const uchar2*>(args.scale_range) + row);
+}
+
 // The rows of prepare CTA `block`.
 template <Format kFormat>
 __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block, int warp,
                                            int warps, int lane) {
+  if (kFormat == Format::kMxfp4 && args.scale_range) {
+    const int row = 32 * (block * warps + warp) + lane;
+    if (row < args.n && !is_unused(args, row)) {
+      args.rows[row] =
+          row_inputs<kFormat>(args.rounded, row_factors(args, row), scale_range(args, row).x);
+    }
+    return;
+  }
   const int rows = PrepareWarpRows(kFormat != Format::kInt4, args.scale_blocks);
   const int first = rows * (block * warps + warp);
   if (rows > 8) {

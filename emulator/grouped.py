@@ -110,7 +110,7 @@ def run(
     weight = product.WeightRows(
         address("weight_scale"), address("weight_global_scale"), address("act_global_scale"),
         address("channel_scale"), address("bias"), made["rows"].base, groups * case.n,
-        DTYPES.index(case.scales), groups, bounds.base,
+        DTYPES.index(case.scales), groups, bounds.base, address("scale_range"),
     )  # fmt: skip
     if case.rank:
         driver.call(

@@ -208,10 +208,15 @@ def make_operands(case: Case) -> dict[str, np.ndarray]:
 
 
 def stored(case: Case, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The operands as the kernels take them."""
+    """The operands as the kernels take them; prepared weights of every second seed with the range of
+    each row's block scales."""
     if case.sign_order == "linear":
         return operands
-    return operands | {"weight": formats.sort_signs(operands["weight"])}
+    found = operands | {"weight": formats.sort_signs(operands["weight"])}
+    if case.seed % 2 == 0:
+        scales = operands["weight_scale"]
+        found["scale_range"] = np.stack([scales.max(axis=-1), scales.min(axis=-1)], axis=-1)
+    return found
 
 
 def _grid(rng: np.random.Generator, shape: tuple[int, int], exact: bool) -> np.ndarray:
@@ -230,6 +235,7 @@ class WeightRows(ctypes.Structure):
         ("scale_dtype", ctypes.c_int),
         ("groups", ctypes.c_int64),
         ("bounds", ctypes.c_void_p),
+        ("scale_range", ctypes.c_void_p),
     ]
 
 
@@ -334,6 +340,7 @@ def run(
         made["rows"].base,
         shapes["rows"][0],
         DTYPES.index(case.scales),
+        scale_range=address("scale_range"),
     )
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     block = case.k_pad // case.blocks

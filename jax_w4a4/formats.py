@@ -260,6 +260,16 @@ _SIGN_MOVES = tuple(
 )
 
 
+def scale_range(scales: Array) -> Array:
+    """(..., N, 2) uint8: the largest and the least byte of each row of mxfp4 block scales.
+
+    Args:
+      scales: (..., N, K_pad/32) float8_e8m0fnu.
+    """
+    raw = lax.bitcast_convert_type(scales, jnp.uint8)
+    return jnp.stack([jnp.max(raw, axis=-1), jnp.min(raw, axis=-1)], axis=-1)
+
+
 def sort_signs(packed: Array) -> Array:
     """(..., bytes) of e2m1 codes with the signs of every eight of them permuted; see `_SIGN_MOVES`.
 

@@ -37,9 +37,9 @@ Array = jax.Array
 
 FFI_TARGETS = {
     "jax_w4a4_quantize": "jax_w4a4.quantize.v3",
-    "jax_w4a4_gemm": "jax_w4a4.gemm.v3",
-    "jax_w4a4_matmul": "jax_w4a4.matmul.v3",
-    "jax_w4a4_grouped": "jax_w4a4.grouped.v1",
+    "jax_w4a4_gemm": "jax_w4a4.gemm.v4",
+    "jax_w4a4_matmul": "jax_w4a4.matmul.v4",
+    "jax_w4a4_grouped": "jax_w4a4.grouped.v2",
 }
 
 DISABLE_JAX_EXPORT_CHECKS = tuple(
@@ -237,7 +237,19 @@ def _quantize_avals(who: str, spec: Spec, x, smooth, global_scale, lora_down) ->
 
 
 def _gemm_avals(
-    who: str, spec: Spec, xp, xs, x_gs, lora_act, wp, ws, w_gs, lora_up, channel_scale, bias
+    who: str,
+    spec: Spec,
+    xp,
+    xs,
+    x_gs,
+    lora_act,
+    wp,
+    ws,
+    w_gs,
+    lora_up,
+    channel_scale,
+    bias,
+    scale_range,
 ) -> list[Any]:
     for name, aval in (("activation", xp), ("packed", wp), ("lora_up", lora_up)):
         _check_rank2(who, name, aval)
@@ -252,6 +264,7 @@ def _gemm_avals(
     _check_optional(who, "global_scale", w_gs, 1)
     _check_optional(who, "channel_scale", channel_scale, n)
     _check_optional(who, "bias", bias, n)
+    _check(who, "scale_range", scale_range, (n if scale_range.shape[0] else 0, 2), ("uint8",))
     return [xp.update(shape=(m, n), dtype=jnp.dtype(spec.out_dtype), weak_type=False)]
 
 
@@ -521,6 +534,7 @@ def matmul_local(call: Call, x: Array | Activation, w: Weight) -> Array:
         _matrix(w.lora_up, n, spec.lora_dtype),
         _vector(w.channel_scale),
         _vector(w.bias),
+        jnp.zeros((0, 2), jnp.uint8) if w.scale_range is None else w.scale_range,
     )
     if isinstance(x, Activation):
         found = _solve(call, _problem(spec, m, n, w.rank, x.dtype))
@@ -616,6 +630,7 @@ def grouped_local(call: Call, x: Array, bounds: Array, w: Weight) -> Array:
         matrix(w.lora_up, n),
         vector(w.channel_scale),
         vector(w.bias),
+        jnp.zeros((groups, 0, 2), jnp.uint8) if w.scale_range is None else w.scale_range,
         spec=spec,
         plan=_solve(call, problem),
         implementation=call.implementation,

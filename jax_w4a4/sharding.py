@@ -103,6 +103,7 @@ def _w_factors(w: Weight) -> Weight:
         lora_up=e + "n r",
         channel_scale=e + "n",
         bias=e + "n",
+        scale_range=e + "n extreme",
     )
 
 

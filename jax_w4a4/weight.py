@@ -50,6 +50,7 @@ _VECTORS = ("global_scale", "act_global_scale", "smooth", "channel_scale", "bias
         "lora_up",
         "channel_scale",
         "bias",
+        "scale_range",
     ],
     meta_fields=[
         "format",
@@ -82,6 +83,8 @@ class Weight:
       channel_scale: float32 (N,), multiplies the quantized product (not the low-rank branch), or
         None.
       bias: float32 (N,), or None.
+      scale_range: uint8 (N, 2) after `prepare()` (mxfp4 only), or None: the largest and the least of
+        each row's block scales as bytes, which kernels read in place of looking through the scales.
       format: "nvfp4", "mxfp4" or "int4" (static, as all below).
       k: logical K.
       block_size: values per block scale; None for one scale per row (int4).
@@ -101,6 +104,7 @@ class Weight:
     lora_up: Array | None = None
     channel_scale: Array | None = None
     bias: Array | None = None
+    scale_range: Array | None = None
     format: str = dataclasses.field(kw_only=True)
     k: int = dataclasses.field(kw_only=True)
     block_size: int | None = dataclasses.field(kw_only=True)
@@ -221,8 +225,11 @@ class Weight:
         """The same weight as this package's Hopper kernels read it fastest.
 
         mxfp4 gets the signs of every eight codes sorted (sign_order="sorted"), which takes two of
-        nine instructions out of their expansion; other formats stay as they are. Nothing is
-        rounded, and results have the same bits. Do it once, when weights are loaded and outside of
+        nine instructions out of their expansion, and `scale_range`, so that no kernel has to look
+        through the block scales before it multiplies; other formats stay as they are. Nothing is
+        rounded, and results have the same bits, except that two CTAs which divide K count what is
+        more than 26 binades under the largest scale of the whole row as zero, not of their part.
+        What changes `scales` afterwards must prepare again. Do it once, when weights are loaded and outside of
         `jit`: in a jitted step it would be done in every call. `linear()` undoes it.
 
         Kernels that expand sorted codes are "sm90_decode", "sm90_v2" and "sm90_grouped", without
@@ -256,7 +263,8 @@ class Weight:
                 "array, or what stands for one (ShapeDtypeStruct, PartitionSpec, Sharding); take "
                 "arrays out of their boxes first"
             )
-        return self.replace(packed=packed, sign_order=order)
+        found = _range_of(self.scales) if order == "sorted" else None
+        return self.replace(packed=packed, sign_order=order, scale_range=found)
 
     def with_lora_on(self, side: str) -> Weight:
         """The same weight with its low-rank branch reading "raw" x or "smoothed" x / smooth.
@@ -310,6 +318,7 @@ class Weight:
             "lora_up": (n, None),
             "channel_scale": (n,),
             "bias": (n,),
+            "scale_range": (n, None),
         }
         lead = [None] * (self.ndim - 2)
         if dim == "group":
@@ -537,6 +546,23 @@ def check_options(
     return fmt
 
 
+def _range_of(scales: Any) -> Any:
+    """`Weight.scale_range` for block scales, or for what stands for them."""
+    if isinstance(scales, jax.ShapeDtypeStruct):
+        sharding = None if scales.sharding is None else _range_of(scales.sharding)
+        return jax.ShapeDtypeStruct((*scales.shape[:-1], 2), jnp.uint8, sharding=sharding)
+    if isinstance(scales, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(scales.mesh, _range_of(scales.spec))
+    if isinstance(scales, PartitionSpec):
+        # Trailing dimensions that it leaves out are not sharded.
+        return PartitionSpec(*scales[:-1], None) if scales else PartitionSpec()
+    if isinstance(scales, jax.Array | np.ndarray) and scales.dtype != jax.dtypes.float0:
+        return formats.scale_range(jnp.asarray(scales))
+    if isinstance(scales, np.ndarray):
+        return np.zeros((*scales.shape[:-1], 2), scales.dtype)
+    return scales
+
+
 def _check_sign_order(order: Any, format: str, who: str) -> None:
     if not (isinstance(order, str) and order in formats.SIGN_ORDERS):
         raise ValueError(f"jax_w4a4.{who}: sign_order={order!r}; expected 'linear' or 'sorted'")
@@ -575,6 +601,12 @@ def _validate(w: Weight, who: str) -> None:
     for name, shape in shapes.items():
         if (a := getattr(w, name)) is not None:
             _check(name, a, ("float32",), (*lead, *shape), who)
+    if w.scale_range is not None:
+        if w.format != "mxfp4":
+            raise ValueError(
+                f"jax_w4a4.{who}: weight.scale_range is for format 'mxfp4'; the format is {w.format!r}"
+            )
+        _check("scale_range", w.scale_range, ("uint8",), (*lead, n, 2), who)
     down, up = w.lora_down, w.lora_up
     if (down is None) != (up is None):
         there, missing = ("lora_up", "lora_down") if down is None else ("lora_down", "lora_up")

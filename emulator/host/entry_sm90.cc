@@ -29,6 +29,7 @@ struct WeightRows {
   int scale_dtype;
   int64_t groups;
   const int* bounds;
+  const uint8_t* scale_range;
 };
 
 static WeightRowParams Unpack(const WeightRows& w) {
@@ -36,7 +37,8 @@ static WeightRowParams Unpack(const WeightRows& w) {
           w.act_global_scale, w.channel_scale,
           w.bias,          w.rows,
           w.n,             static_cast<DType>(w.scale_dtype),
-          w.groups,        w.bounds};
+          w.groups,        w.bounds,
+          w.scale_range};
 }
 
 int emulator_repack_v2(int path, const uint8_t* packed, const void* scales,
