@@ -340,7 +340,7 @@ MUTANTS = (
         "    wgmma_wait<1>();\n    ring.release<1>(stage.slot, lane);"), **_DOWN),
     _m("LoRA-down expects one box", "protocol", FUSED,
        "RaceError DeadlockError UninitializedError ProtocolError",
-       (DOWN, "ring.acquire(stage, kStageBytes)",
+       (DOWN, "ring.acquire(stage, kLoadBytes)",
         "ring.acquire(stage, kDownXBytes + kDownRankBytes)"), **_DOWN),
     # ---- the gemm for few tokens ----
     _m("decode: activations before the launch before has ended", "protocol", FEW, "ProtocolError",
