@@ -208,8 +208,8 @@ def make_operands(case: Case) -> dict[str, np.ndarray]:
 
 
 def stored(case: Case, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The operands as the kernels take them; prepared weights of every second seed with the range of
-    each row's block scales."""
+    """The operands as the kernels take them; prepared weights of every second seed with the range
+    of each row's block scales."""
     if case.sign_order == "linear":
         return operands
     found = operands | {"weight": formats.sort_signs(operands["weight"])}

@@ -390,15 +390,24 @@ quantize_p = _define(
     _quantize_abstract,
     reference.quantize_activation_ref,
 )
+# The last operand, scale_range, says nothing that the scales do not: the reference doesn't read it.
 gemm_p = _define(
-    "jax_w4a4_gemm", "matmul", _gemm_abstract, lambda *ops: (reference.gemm_ref(*ops),)
+    "jax_w4a4_gemm",
+    "matmul",
+    _gemm_abstract,
+    lambda *ops: (reference.gemm_ref(*ops[:-2], ops[-1]),),
 )
-matmul_p = _define("jax_w4a4_matmul", "matmul", _matmul_abstract, reference.matmul_ref)
+matmul_p = _define(
+    "jax_w4a4_matmul",
+    "matmul",
+    _matmul_abstract,
+    lambda *ops: reference.matmul_ref(*ops[:-2], ops[-1]),
+)
 grouped_p = _define(
     "jax_w4a4_grouped",
     "grouped_matmul",
     _grouped_abstract,
-    lambda *ops: (reference.grouped_matmul_ref(*ops[:-1], spec=ops[-1]),),
+    lambda *ops: (reference.grouped_matmul_ref(*ops[:-2], spec=ops[-1]),),
 )
 
 _ffi.register()

@@ -83,7 +83,6 @@ def gemm_ref(
     lora_up: Array,
     channel_scale: Array,
     bias: Array,
-    scale_range: Array,
     spec: Spec,
 ) -> Array:
     """The product of quantized operands with low-rank branch, channel scale and bias.
@@ -99,7 +98,6 @@ def gemm_ref(
       lora_up: (N, R) of spec.lora_dtype.
       channel_scale: (N,) or (0,) float32.
       bias: (N,) or (0,) float32.
-      scale_range: (N, 2) or (0, 2) uint8, which kernels read.
       spec: static description of the call.
 
     Returns:
@@ -138,7 +136,6 @@ def matmul_ref(
     lora_up: Array,
     channel_scale: Array,
     bias: Array,
-    scale_range: Array,
     spec: Spec,
 ) -> tuple[Array, Array, Array, Array]:
     """`quantize_activation_ref` followed by `gemm_ref`.
@@ -160,7 +157,6 @@ def matmul_ref(
         lora_up,
         channel_scale,
         bias,
-        scale_range,
         spec,
     )
     return y, x_packed, x_scales, lora_act

@@ -83,8 +83,9 @@ class Weight:
       channel_scale: float32 (N,), multiplies the quantized product (not the low-rank branch), or
         None.
       bias: float32 (N,), or None.
-      scale_range: uint8 (N, 2) after `prepare()` (mxfp4 only), or None: the largest and the least of
-        each row's block scales as bytes, which kernels read in place of looking through the scales.
+      scale_range: uint8 (N, 2) after `prepare()` (mxfp4 only), or None: the largest and the least
+        of each row's block scales as bytes, which kernels read in place of looking through the
+        scales.
       format: "nvfp4", "mxfp4" or "int4" (static, as all below).
       k: logical K.
       block_size: values per block scale; None for one scale per row (int4).
@@ -229,8 +230,8 @@ class Weight:
         through the block scales before it multiplies; other formats stay as they are. Nothing is
         rounded, and results have the same bits, except that two CTAs which divide K count what is
         more than 26 binades under the largest scale of the whole row as zero, not of their part.
-        What changes `scales` afterwards must prepare again. Do it once, when weights are loaded and outside of
-        `jit`: in a jitted step it would be done in every call. `linear()` undoes it.
+        What changes `scales` afterwards must prepare again. Do it once, when weights are loaded and
+        outside of `jit`: in a jitted step it would be done in every call. `linear()` undoes it.
 
         Kernels that expand sorted codes are "sm90_decode", "sm90_v2" and "sm90_grouped", without
         precision="highest"; Blackwell's take linear ones only. Stacked weights can be prepared, and
@@ -604,7 +605,8 @@ def _validate(w: Weight, who: str) -> None:
     if w.scale_range is not None:
         if w.format != "mxfp4":
             raise ValueError(
-                f"jax_w4a4.{who}: weight.scale_range is for format 'mxfp4'; the format is {w.format!r}"
+                f"jax_w4a4.{who}: weight.scale_range is for format 'mxfp4'; the format is "
+                f"{w.format!r}"
             )
         _check("scale_range", w.scale_range, ("uint8",), (*lead, n, 2), who)
     down, up = w.lora_down, w.lora_up
@@ -809,7 +811,7 @@ def _from_packed(
         **fields,
     )
     _validate(w, who)
-    return w
+    return w.replace(scale_range=_range_of(w.scales)) if order == "sorted" else w
 
 
 def _zero_padding(packed: Array, k: int, k_pad: int, order: str) -> Array:

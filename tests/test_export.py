@@ -89,7 +89,7 @@ class ExportTest(parameterized.TestCase):
             made = f(disabled_checks=primitives.DISABLE_JAX_EXPORT_CHECKS)(x, self.w)
             again = export.deserialize(made.serialize())
             self.assertEqual(again.platforms, ("cuda",))
-            self.assertIn("@jax_w4a4.matmul.v3", again.mlir_module())
+            self.assertIn("@jax_w4a4.matmul.v4", again.mlir_module())
             self.assertIn(f"schema = {plan.planner.SCHEMA} : i64", again.mlir_module())
 
     def test_checks_name_every_target(self):

@@ -88,7 +88,7 @@ class GroupedParity(parameterized.TestCase):
 class RawCall:
     """A gemm FFI call whose attributes and operands a test may spoil before it is compiled."""
 
-    target = "jax_w4a4.gemm.v3"
+    target = "jax_w4a4.gemm.v4"
 
     def __init__(self, m=20, n=40, k=64, rank=16, format="nvfp4", kernel="sm90_v1"):
         x, w = layer(m, n, k, rank, format)

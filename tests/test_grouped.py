@@ -377,7 +377,7 @@ class BatchedWeightsTest(parameterized.TestCase):
 
     def test_lowered_for_cuda(self):
         text = cuda_text(jax.vmap(matmul), self.x, self.w)
-        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v2"), 1)
         self.assertNotIn("jax_w4a4.matmul", text)
 
 
@@ -394,8 +394,8 @@ class LoweringTest(parameterized.TestCase):
         x = cases.activation(M, K, dtype="bfloat16")
         sizes = jnp.asarray(SIZES["ragged"])
         text = cuda_text(grouped_matmul, x, w, sizes)
-        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
-        call = next(line for line in text.splitlines() if "@jax_w4a4.grouped.v1" in line)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v2"), 1)
+        call = next(line for line in text.splitlines() if "@jax_w4a4.grouped.v2" in line)
         (found,) = explain(grouped_matmul, x, w, sizes).calls
         for name, value in found.plan.ffi_attrs().items():
             self.assertIn(f"{name} = {value} :", call)
@@ -409,7 +409,7 @@ class LoweringTest(parameterized.TestCase):
         lowered = jax.jit(grouped_matmul).trace(x, w, jnp.ones(G, int)).lower(
             lowering_platforms=("cpu", "cuda")
         )  # fmt: skip
-        self.assertIn("jax_w4a4.grouped.v1", lowered.as_text())
+        self.assertIn("jax_w4a4.grouped.v2", lowered.as_text())
 
     def test_no_kernel_is_said(self):
         """What the kernel does not take: the reference with one warning, or an error."""
@@ -422,7 +422,7 @@ class LoweringTest(parameterized.TestCase):
             primitives.FallbackWarning, r"^jax_w4a4\.grouped_matmul: .*int4 in blocks of 64 with pr"
         ):
             text = cuda_text(exact, x, w, sizes)
-        self.assertNotIn("jax_w4a4.grouped.v1", text)
+        self.assertNotIn("jax_w4a4.grouped.v2", text)
         with self.assertRaisesRegex(NotImplementedError, "'highest' is not built for it"):
             exact(x, w, sizes, implementation="cuda")
 
@@ -451,7 +451,7 @@ class LoweringTest(parameterized.TestCase):
         primitives._warned.clear()
         with self.assertWarnsRegex(primitives.FallbackWarning, "the result is float32"):
             text = cuda_text(jax.grad(loss, argnums=1), x, w.channel_scale)
-        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v1"), 1)
+        self.assertEqual(text.count("custom_call @jax_w4a4.grouped.v2"), 1)
 
     def test_cuda_on_cpu(self):
         if any(device.platform != "cpu" for device in jax.devices()):

@@ -21,7 +21,7 @@ N, K, RANK = 24, 96, 8
 
 
 def operands(w, x):
-    """Operands of matmul_p, as reference.matmul_ref takes them."""
+    """Operands of matmul_p: those of reference.matmul_ref, and the range of the scales."""
     vector = lambda v: jnp.zeros((0,), jnp.float32) if v is None else v.reshape(-1)  # noqa: E731
     return [
         x,
@@ -34,6 +34,7 @@ def operands(w, x):
         w.lora_up,
         vector(w.channel_scale),
         vector(w.bias),
+        jnp.zeros((0, 2), jnp.uint8) if w.scale_range is None else w.scale_range,
     ]
 
 
@@ -43,7 +44,7 @@ def cuda_text(f, *args, platforms=("cuda",)):
 
 
 def ffi_calls(text):
-    return re.findall(r"custom_call @(jax_w4a4\.[a-z]+\.v3)", text)
+    return re.findall(r"custom_call @(jax_w4a4\.[a-z]+\.v[34])", text)
 
 
 class ChooseLoweringTest(parameterized.TestCase):
@@ -205,6 +206,8 @@ class AbstractTest(parameterized.TestCase):
         ("lora_up_dtype", 7, (N, RANK), "float32", TypeError, "lora_up"),
         ("channel_scale", 8, (N + 1,), "float32", ValueError, "channel_scale"),
         ("bias", 9, (N, 1), "float32", ValueError, "bias"),
+        ("scale_range", 10, (N, 1), "uint8", ValueError, "scale_range"),
+        ("scale_range_dtype", 10, (N, 2), "int8", TypeError, "scale_range"),
     )
     def test_errors(self, index, shape, dtype, error, message):
         ops = list(self.operands)
@@ -215,7 +218,7 @@ class AbstractTest(parameterized.TestCase):
     def test_eager_and_jit_bind(self):
         """A primitive runs by itself, outside and inside jit, as the reference does."""
         params = {"spec": self.spec, "plan": None, "implementation": "xla"}
-        want = jax.jit(reference.matmul_ref, static_argnums=10)(*self.operands, self.spec)
+        want = jax.jit(reference.matmul_ref, static_argnums=10)(*self.operands[:-1], self.spec)
         eager = matmul_p.bind(*self.operands, **params)
         jitted = jax.jit(lambda *ops: matmul_p.bind(*ops, **params))(*self.operands)
         for a, b, c in zip(want, eager, jitted, strict=True):
@@ -237,8 +240,8 @@ class CudaLoweringTest(parameterized.TestCase):
     def test_matmul_call(self):
         """One call; target, attributes, row-major layouts and dtypes on the wire."""
         text = cuda_text(matmul, self.x, self.w)
-        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
-        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v3" in line)
+        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v4"])
+        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v4" in line)
         attrs = dict(re.findall(r"(\w+) = (-?\d+) : i64", line))
         problem = plan.Problem(
             5, N, K, RANK, "nvfp4", 16, "float32", "float32", "bfloat16", "float8_e4m3fn"
@@ -247,7 +250,7 @@ class CudaLoweringTest(parameterized.TestCase):
         want = {**solved.ffi_attrs(), **self.w.spec("float32").ffi_attrs()}
         self.assertEqual(attrs, {key: str(value) for key, value in want.items()})
         layouts = re.search(r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]\}", line)
-        for group, ranks in ((1, (2, 1, 1, 2, 2, 2, 1, 2, 1, 1)), (2, (2, 2, 2, 2))):
+        for group, ranks in ((1, (2, 1, 1, 2, 2, 2, 1, 2, 1, 1, 2)), (2, (2, 2, 2, 2))):
             self.assertEqual(
                 re.findall(r"dense<(.*?)> :", layouts[group]),
                 ["[1, 0]" if rank == 2 else "0" for rank in ranks],
@@ -255,7 +258,7 @@ class CudaLoweringTest(parameterized.TestCase):
         self.assertIn(
             "(tensor<5x96xf32>, tensor<96xf32>, tensor<1xf32>, tensor<96x8xbf16>, "
             "tensor<24x48xui8>, tensor<24x6xf8E4M3FN>, tensor<1xf32>, tensor<24x8xbf16>, "
-            "tensor<24xf32>, tensor<24xf32>) -> (tensor<5x24xf32>, tensor<5x48xui8>, "
+            "tensor<24xf32>, tensor<24xf32>, tensor<0x2xui8>) -> (tensor<5x24xf32>, tensor<5x48xui8>, "
             "tensor<5x6xf8E4M3FN>, tensor<5x8xbf16>)",
             line,
         )
@@ -267,17 +270,17 @@ class CudaLoweringTest(parameterized.TestCase):
 
         text = cuda_text(qkv, self.x, self.w)
         self.assertEqual(
-            sorted(ffi_calls(text)), ["jax_w4a4.gemm.v3"] * 2 + ["jax_w4a4.quantize.v3"]
+            sorted(ffi_calls(text)), ["jax_w4a4.gemm.v4"] * 2 + ["jax_w4a4.quantize.v3"]
         )
 
     def test_absent_operands_are_empty(self):
         w = cases.weight(N, K, "int4", rank=0, full=False)
         text = cuda_text(matmul, self.x.astype(jnp.bfloat16), w)
-        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v3" in line)
+        line = next(line for line in text.splitlines() if "@jax_w4a4.matmul.v4" in line)
         self.assertIn(
             "(tensor<5x96xbf16>, tensor<0xf32>, tensor<0xf32>, tensor<96x0xbf16>, "
             "tensor<24x64xui8>, tensor<24x2xf16>, tensor<0xf32>, tensor<24x0xbf16>, "
-            "tensor<0xf32>, tensor<0xf32>)",
+            "tensor<0xf32>, tensor<0xf32>, tensor<0x2xui8>)",
             line,
         )
 
@@ -285,7 +288,7 @@ class CudaLoweringTest(parameterized.TestCase):
         """A program for CPU and CUDA holds both, chosen by platform at run time."""
         text = cuda_text(matmul, self.x, self.w, platforms=("cpu", "cuda"))
         self.assertIn("stablehlo.case", text)
-        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
+        self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v4"])
 
     @parameterized.parameters("sm90_v2", "sm90_decode", "sm90_v1")
     def test_gradients_of_a_named_kernel(self, name):
@@ -307,7 +310,7 @@ class CudaLoweringTest(parameterized.TestCase):
     def test_cuda_implementation(self):
         """Allowed where the program is for CUDA alone, refused where a CPU part is wanted."""
         f = functools.partial(matmul, implementation="cuda")
-        self.assertEqual(ffi_calls(cuda_text(f, self.x, self.w)), ["jax_w4a4.matmul.v3"])
+        self.assertEqual(ffi_calls(cuda_text(f, self.x, self.w)), ["jax_w4a4.matmul.v4"])
         with self.assertRaisesRegex(NotImplementedError, "implementation='cuda'"):
             cuda_text(f, self.x, self.w, platforms=("cpu", "cuda"))
 
@@ -333,7 +336,7 @@ class CudaLoweringTest(parameterized.TestCase):
         for format, kernel in (("nvfp4", 2), ("int4", 10)):
             w = cases.weight(N, K, format, rank=RANK)
             text = cuda_text(lambda x, w=w: matmul(x, w), x)
-            self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v3"])
+            self.assertEqual(ffi_calls(text), ["jax_w4a4.matmul.v4"])
             self.assertIn(f"kernel = {kernel} : i64", text)
         with self.assertRaisesRegex(NotImplementedError, "no int4 path.*implementation='xla'"):
             cuda_text(lambda x: matmul(x, w, implementation="sm100_v2"), x)
@@ -353,11 +356,11 @@ class CudaLoweringTest(parameterized.TestCase):
             return matmul(quantize_activation(x, w), w)
 
         text = cuda_text(shared, x, w)
-        self.assertEqual(sorted(ffi_calls(text)), ["jax_w4a4.gemm.v3", "jax_w4a4.quantize.v3"])
+        self.assertEqual(sorted(ffi_calls(text)), ["jax_w4a4.gemm.v4", "jax_w4a4.quantize.v3"])
         self.assertIn(f"-> (tensor<130x24xbf16>, {atoms}", text)
         lines = {line.split("@")[1].split("(")[0]: line for line in text.splitlines()
                  if "@jax_w4a4." in line}  # fmt: skip
-        self.assertIn("kernel = 2 : i64", lines["jax_w4a4.gemm.v3"])
+        self.assertIn("kernel = 2 : i64", lines["jax_w4a4.gemm.v4"])
         quantize = lines["jax_w4a4.quantize.v3"]
         self.assertIn("kernel = 10 : i64", quantize)
         self.assertIn("q_kernel = 3 : i64", quantize)
