@@ -548,17 +548,24 @@ def check_options(
 
 
 def _range_of(scales: Any) -> Any:
-    """`Weight.scale_range` for block scales, or for what stands for them."""
+    """`Weight.scale_range` for block scales, or for what stands for them.
+
+    None where K is sharded by name: a row's largest scale would need communication.
+    """
     if isinstance(scales, jax.ShapeDtypeStruct):
         sharding = None if scales.sharding is None else _range_of(scales.sharding)
+        if sharding is None and scales.sharding is not None:
+            return None
         return jax.ShapeDtypeStruct((*scales.shape[:-1], 2), jnp.uint8, sharding=sharding)
     if isinstance(scales, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(scales.mesh, _range_of(scales.spec))
+        spec = _range_of(scales.spec)
+        return None if spec is None else jax.sharding.NamedSharding(scales.mesh, spec)
     if isinstance(scales, PartitionSpec):
-        # Trailing dimensions that it leaves out are not sharded.
-        return PartitionSpec(*scales[:-1], None) if scales else PartitionSpec()
+        # That of a whole matrix says so of K; dimensions that a shorter one leaves out are whole.
+        return None if len(scales) > 1 and scales[-1] is not None else scales
     if isinstance(scales, jax.Array | np.ndarray) and scales.dtype != jax.dtypes.float0:
-        return formats.scale_range(jnp.asarray(scales))
+        scales = jnp.asarray(scales)
+        return None if _k_axes(scales) else formats.scale_range(scales)
     if isinstance(scales, np.ndarray):
         return np.zeros((*scales.shape[:-1], 2), scales.dtype)
     return scales

@@ -258,8 +258,8 @@ class CudaLoweringTest(parameterized.TestCase):
         self.assertIn(
             "(tensor<5x96xf32>, tensor<96xf32>, tensor<1xf32>, tensor<96x8xbf16>, "
             "tensor<24x48xui8>, tensor<24x6xf8E4M3FN>, tensor<1xf32>, tensor<24x8xbf16>, "
-            "tensor<24xf32>, tensor<24xf32>, tensor<0x2xui8>) -> (tensor<5x24xf32>, tensor<5x48xui8>, "
-            "tensor<5x6xf8E4M3FN>, tensor<5x8xbf16>)",
+            "tensor<24xf32>, tensor<24xf32>, tensor<0x2xui8>) -> (tensor<5x24xf32>, "
+            "tensor<5x48xui8>, tensor<5x6xf8E4M3FN>, tensor<5x8xbf16>)",
             line,
         )
 

@@ -915,7 +915,12 @@ class WeightOnExplicitMeshTest(parameterized.TestCase):
             for got in (read(placed), f(placed)):
                 first = jax.tree.leaves(got)[0]
                 self.assertEqual(first.sharding.spec, packed)
-                jax.tree.map(np.testing.assert_array_equal, got, read(w))
+                want = read(w)
+                if case == "blocks" and reader == "prepare" and not prepared:
+                    # The largest scale of a whole row would need traffic.
+                    self.assertIsNone(got.scale_range)
+                    want = want.replace(scale_range=None)
+                jax.tree.map(np.testing.assert_array_equal, got, want)
 
     @parameterized.product(format=("nvfp4", "int4"))
     def test_part_blocks_of_other_formats(self, format):
