@@ -162,6 +162,7 @@ def _operands(w: Weight, spec: Any) -> list[jax.Array]:
     return [
         vector(w.smooth), vector(w.act_global_scale), matrix(w.lora_down, w.k), w.packed, w.scales,
         vector(w.global_scale), matrix(w.lora_up, n), vector(w.channel_scale), vector(w.bias),
+        jnp.zeros((groups, 0, 2), jnp.uint8) if w.scale_range is None else w.scale_range,
     ]  # fmt: skip
 
 

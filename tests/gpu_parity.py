@@ -572,6 +572,7 @@ def operands_of(w: Weight, spec: formats.Spec) -> tuple[list, list]:
             up,
             vector(w.channel_scale),
             vector(w.bias),
+            jnp.zeros((0, 2), jnp.uint8) if w.scale_range is None else w.scale_range,
         ],
     )
 
@@ -809,7 +810,9 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
         of_linear = {**params, "spec": alone_spec, "plan": solve(as_linear, alone_spec)}
         twin = jax.jit(lambda *operands: primitives.matmul_p.bind(*operands, **of_linear)[0])
         operands = (xj, *for_quantize, *operands_of(w.linear(), spec)[1])
-        check(same_bits(y, np.asarray(twin(*operands))), "y differs from that of linear codes")
+        # With two CTAs a row's base is that of the whole row, not of each one's part of K.
+        if not (cell.spread and found.cluster > 1):
+            check(same_bits(y, np.asarray(twin(*operands))), "y differs from that of linear codes")
 
     # Quantizer, every row: against the reference on the CPU. XLA's GPU division is not correctly
     # rounded, so there the reference can be one place off in 1 / smooth.

@@ -194,6 +194,7 @@ class HandlerErrors(parameterized.TestCase):
         (4, lambda a: a.reshape(-1), "packed is"),
         (8, lambda a: jnp.zeros((3,), jnp.float32), "channel_scale is"),
         (9, lambda a: jnp.zeros((40,), jnp.bfloat16), "bias is"),
+        (10, lambda a: jnp.zeros((40, 1), jnp.uint8), "scale_range is"),
     )
     def test_operands_are_checked(self, index, spoil, text):
         call = RawCall()

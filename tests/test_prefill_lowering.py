@@ -17,7 +17,7 @@ M, N, K, RANK = 512, 24, 96, 16
 
 
 def call_line(text, name):
-    return next(line for line in text.splitlines() if f"@jax_w4a4.{name}.v3" in line)
+    return next(line for line in text.splitlines() if f"@jax_w4a4.{name}.v" in line)
 
 
 def result_types(line):

@@ -92,6 +92,7 @@ def _run(function: Callable, operands: list[Any], **static: Any) -> list[jax.Arr
     return function(poisons, *operands, **static)
 
 
+_NO_RANGE = np.zeros((0, 2), np.uint8)  # of block scales, which prepared weights carry
 _VECTORS = ("act_global_scale", "weight_global_scale", "channel_scale", "bias")
 
 
@@ -224,6 +225,7 @@ class Session:
             array("lora_up", "bfloat16", (call.n, 0)),
             vector("channel_scale"),
             vector("bias"),
+            _NO_RANGE,
         ]
         y, *_ = _run(
             _gemm, operands, spec=spec, plan=self.plan(variant, self.problem_of(call)),
@@ -450,6 +452,7 @@ def _whole(session: Session, kind: Kind, m: int, n: int, k: int, rank: int, seed
         jnp.asarray(rng.standard_normal((n, rank)).astype(bf)),
         jnp.asarray(rng.uniform(-1.5, 1.5, n).astype(np.float32)),
         jnp.asarray(rng.standard_normal(n).astype(np.float32)),
+        jnp.asarray(_NO_RANGE),
     ]
     found = None
     if session.target is not None:
@@ -505,7 +508,7 @@ def _whole_reference(kind: Kind, operands: list, spec: formats.Spec, xp, xs, la)
 
     x = _values(kind, xp, xs)
     w = _values(kind, *map(np.asarray, operands[4:6]))
-    up, channel, bias = (np.asarray(v).astype(float) for v in operands[7:])
+    up, channel, bias = (np.asarray(v).astype(float) for v in operands[7:10])
     y = x @ w.T * channel + la @ up.T + bias
     size = np.abs(x) @ np.abs(w).T * np.abs(channel)
     # "fastest" rounds each factor of a product to three bits after the leading one.
