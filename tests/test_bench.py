@@ -52,6 +52,12 @@ class BenchTest(parameterized.TestCase):
             if row["route"].startswith("matmul"):
                 self.assertGreater(row["us"], 0)
 
+    def test_the_command_can_be_repeated(self):
+        """Names of routes hold blanks."""
+        with mock.patch.object(sys, "argv", ["bench", "--routes", "dense mxfp4"]):
+            command = bench_main.environment("bench.grouped")["command"]
+        self.assertEqual(command, "python -m bench.grouped --routes 'dense mxfp4'")
+
     def test_a_failing_route_of_ours_fails_the_run(self):
         def broken(shape, copies):
             raise ValueError("no kernel")
