@@ -10,6 +10,7 @@ import datetime
 import json
 import pathlib
 import platform
+import shlex
 import sys
 
 import jax
@@ -25,7 +26,7 @@ def environment(module: str = "bench") -> dict:
     """Where and how a result was measured."""
     device = jax.devices()[0]
     return {
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": device.device_kind,
         "backend": getattr(device.client, "platform_version", device.platform),

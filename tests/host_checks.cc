@@ -4,6 +4,7 @@
 
 #include "formats.cuh"
 #include "plan.h"
+#include "sm90_decode.h"
 
 namespace ffi = ::xla::ffi;
 using namespace jax_w4a4;
@@ -66,6 +67,14 @@ uint32_t F16Instruction(int m, int n, int bf16) {
 int Accumulators(int tile_n, int block) { return Sm100Accumulators(tile_n, block); }
 int ScaleColumns(int tile_n, int block) { return Sm100ScaleColumns(tile_n, block); }
 int64_t AtomsAlongK(int64_t k_pad, int block) { return Sm100Atoms(k_pad, block); }
+
+// Of sm90_decode: boxes of block scales, and how many have room.
+void DecodeScales(int path, int64_t tile_m, int64_t tile_n, int64_t k_pad, int64_t splits,
+                  int64_t stages, int64_t* out) {
+  const auto p = static_cast<GemmV2Path>(path);
+  out[0] = DecodeScaleBoxes(p, tile_n, k_pad, splits);
+  out[1] = DecodeScaleSlots(p, tile_m, tile_n, k_pad, splits, stages);
+}
 
 // kind: 0 e2m1, 1 s4, 2 u4, 3 e4m3, 4 e8m0, 5 f16, 6 bf16
 void Decode(int kind, const uint32_t* in, float* out, int64_t size) {

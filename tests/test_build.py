@@ -953,6 +953,34 @@ class DecodePlanChecks(PlanCase):
                     continue
                 self.compile(*attrs, 16)()
 
+    @parameterized.product(path=PATHS, cluster=(1, 2))
+    def test_block_scales_in_turn_are_the_plans(self, path, cluster):
+        """The kernel's condition for two boxes in turn is the account's, where no plan is made too:
+        each part of it decides for some of these."""
+        (format, mode), half = path, "bfloat16"
+        found, in_turn = np.zeros(2, np.int64), 0
+        for k_pad, tile_m, tile_n, stages in itertools.product(
+            (2048, 4352, 4608, 8192, 8224, 8704, 16896, 17408), (8, 16, 32, 64),
+            (8, 32, 40, 64, 72, 128), (1, 2, 3, 4, 5, 8, 9, 16),
+        ):  # fmt: skip
+            block, scale = {
+                "nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu"),
+                "int4": (k_pad, "float16"),
+            }[format]  # fmt: skip
+            problem = plan.Problem(
+                tile_m, 300, k_pad, 0, format, block, half, half, half, scale, **kind_of(mode)
+            )
+            tile_k = 256 * plan.budget.decode_shape(tile_n)[2]
+            config = plan.Config(tile_m, tile_n, tile_k, cluster, stages, 0, 1)
+            code = plan.budget.v2_path(problem).code
+            self.lib.DecodeScales(
+                code, *map(ctypes.c_int64, (tile_m, tile_n, k_pad, cluster, stages)), pointer(found)
+            )
+            boxes, slots = plan.budget.decode_scale_boxes(problem, config)
+            self.assertEqual((boxes, slots), tuple(found), config)
+            in_turn += slots < boxes
+        self.assertEqual(in_turn > 0, format != "int4")
+
     def test_every_decode_quantizer_is_accepted(self):
         seen = set()
         k = (32, 4096, 4128, 8224, 14336, 28672)

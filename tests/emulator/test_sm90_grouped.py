@@ -105,6 +105,17 @@ class Grouped(parameterized.TestCase):
         )  # fmt: skip
         run(GroupedCase(case, (1, 1, 150, 151, 168)), "random", rank)
 
+    @parameterized.product(down_cluster=(1, 3, 8), rank=(16, 80, 256))
+    def test_low_rank_down_of_small_groups(self, down_cluster, rank):
+        """16 tokens a cluster, groups of up to three tiles; CTAs without a share of K."""
+        case = Case(
+            "mxfp4", 62, 9, 360, rank, fused=True, tile_m=16, clusters=4,
+            down_cluster=down_cluster,
+        )  # fmt: skip
+        grouped_case = GroupedCase(case, (0, 33, 34, 34, 51, 62))
+        self.assertEqual(grouped.plan_of(grouped_case).quantizer.down.rows, 16)
+        run(grouped_case, "random", rank)
+
 
 @pytest.mark.slow
 class Schedules(parameterized.TestCase):
