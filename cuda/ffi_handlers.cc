@@ -417,6 +417,7 @@ Error Gemm(cudaStream_t stream, const GemmBuffers& b, const PlanAttrs& plan,
 // What one launch leaves for the gemm; results of the call.
 struct PrivateBuffers {
   AnyBuffer act, token_scale, rows;
+  const AnyBuffer* down_sums = nullptr;  // LoRA-down in the gemm's launch
 };
 
 Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
@@ -574,6 +575,7 @@ Error QuantizeFused(cudaStream_t stream, const QuantizeBuffers& q,
     p.lora_act = q.lora_act.untyped_data();
     p.rank = static_cast<int>(Dim(q.lora_down, 1));
     p.down_cluster = static_cast<int>(plan.down_cluster);
+    if (w.down_sums != nullptr) p.down_sums = w.down_sums->untyped_data();
     W4A4_CUDA(LaunchDecodeQuantize(plan.V2Path(), p, device, stream));
     return Error::Success();
   }
@@ -637,8 +639,10 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
                   kGemmV2Threads, p.smem.total_bytes, cluster);
 }
 
-Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
-             const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+// With `q` LoRA-down is in this launch, if the plan says so.
+Error Decode(cudaStream_t stream, const QuantizeBuffers* q, const GemmBuffers& b,
+             const PrivateBuffers& w, const PlanAttrs& plan, const SpecAttrs& spec,
+             int device) {
   DecodeParams p = {};
   p.act = w.act.untyped_data();
   p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
@@ -655,6 +659,15 @@ Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
   p.splits = static_cast<int>(plan.cluster);
   p.stages = static_cast<int>(plan.main_stages);
   p.smem = GetDecodeSmem(plan);
+  if (q != nullptr && w.down_sums != nullptr) {
+    p.down_sums = w.down_sums->untyped_data();
+    p.x = q->x.untyped_data();
+    p.lora_down = q->lora_down.untyped_data();
+    p.k = static_cast<int>(spec.k);
+    p.down_stages = static_cast<int>(plan.down_stages);
+    p.off_down_barriers = static_cast<int>(plan.off_down_barriers);
+    p.early_ctas = static_cast<int>(plan.down_early);
+  }
 
   const int tile_m = static_cast<int>(plan.tile_m);
   if (p.m > tile_m) {
@@ -673,10 +686,10 @@ Error Decode(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
 }
 
 // The gemm of a plan that reads the private layout.
-Error PrivateGemm(cudaStream_t stream, const GemmBuffers& b,
-                  const PrivateBuffers& w, const PlanAttrs& plan,
-                  const SpecAttrs& spec, int device) {
-  return plan.IsDecode() ? Decode(stream, b, w, plan, spec, device)
+Error PrivateGemm(cudaStream_t stream, const QuantizeBuffers* q,
+                  const GemmBuffers& b, const PrivateBuffers& w,
+                  const PlanAttrs& plan, const SpecAttrs& spec, int device) {
+  return plan.IsDecode() ? Decode(stream, q, b, w, plan, spec, device)
                          : GemmV2(stream, b, w, plan, spec, device);
 }
 
@@ -723,11 +736,15 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
     W4A4_RETURN_IF_ERROR(CheckFused(q, g, 0, plan, spec));
     W4A4_RETURN_IF_ERROR(CheckV2Types(g));
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
+    if (w.down_sums != nullptr) {
+      W4A4_RETURN_IF_ERROR(Check("down_sums", *w.down_sums, {DataType::F32},
+                                 {DownAheadSums(m), Dim(g.lora_up, 1)}));
+    }
     W4A4_RETURN_IF_ERROR(CheckDevice(
         plan, std::max(plan.smem_bytes, plan.down_smem_bytes), &device));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(QuantizeFused(stream, q, g, w, plan, spec, device));
-    return PrivateGemm(stream, g, w, plan, spec, device);
+    return PrivateGemm(stream, &q, g, w, plan, spec, device);
   }
   W4A4_RETURN_IF_ERROR(CheckQuantize(q, plan, spec));
   W4A4_RETURN_IF_ERROR(CheckGemm(g, plan, spec));
@@ -737,7 +754,7 @@ Error MatmulV2(cudaStream_t stream, const QuantizeBuffers& q,
   if (m == 0 || n == 0) return Error::Success();
   W4A4_RETURN_IF_ERROR(Quantize(stream, q, spec));
   W4A4_RETURN_IF_ERROR(Repack(stream, g, w, plan, spec));
-  return PrivateGemm(stream, g, w, plan, spec, device);
+  return PrivateGemm(stream, nullptr, g, w, plan, spec, device);
 }
 
 // ---------------------------------------------------------------------------
@@ -1119,7 +1136,7 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
     W4A4_RETURN_IF_ERROR(CheckPrivate(w, m, n, plan, spec));
     if (m == 0 || n == 0) return Error::Success();
     W4A4_RETURN_IF_ERROR(Repack(stream, b, w, plan, spec));
-    return PrivateGemm(stream, b, w, plan, spec, device);
+    return PrivateGemm(stream, nullptr, b, w, plan, spec, device);
   }
   if (plan.IsSm100()) {
     const AtomBuffers w = {r[0], r[1]};
@@ -1144,7 +1161,8 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
   W4A4_RETURN_IF_ERROR(CheckKind(plan, /*grouped=*/false));
-  W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 3, 6, 5), &r));
+  const size_t sums = plan.down_ahead > 0 ? 1 : 0;
+  W4A4_RETURN_IF_ERROR(GetResults(rets, ResultCount(plan, 3, 6 + sums, 5), &r));
   const QuantizeBuffers q = {x,    smooth, act_global_scale, lora_down,
                              r[0], r[1],   r[2]};
   const GemmBuffers g = {
@@ -1152,7 +1170,8 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
       weight, weight_scale, weight_global_scale, lora_up,
       channel_scale, bias, scale_range, *out};
   if (plan.IsPrivate()) {
-    return MatmulV2(stream, q, g, {r[3], r[4], r[5]}, plan, spec);
+    return MatmulV2(stream, q, g, {r[3], r[4], r[5], sums > 0 ? &r[6] : nullptr}, plan,
+                    spec);
   }
   if (plan.IsSm100()) {
     return MatmulSm100(stream, q, g, {r[3], r[4]}, plan, spec);

@@ -563,7 +563,30 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   return ffi::Error::Success();
 }
 
-// Quantizer 5: like them, LoRA-down in the same launch.
+// LoRA-down in the launch of sm90_decode.
+ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
+  const int64_t ring = DownV2StageBytes(rank) * p.down_stages;
+  if (p.down_ahead != kDownAheadCtas || rank < 1 || rank > kDownAheadRank ||
+      p.tile_m < kDownAheadLeastTileM || p.tile_m > kDownAheadTokens ||
+      p.down_cluster != 1 || p.down_stages < 2 ||
+      p.down_stages > kDownAheadMaxStages || p.off_down_barriers % 8 != 0 ||
+      p.off_down_barriers < std::max(ring, DownV2PartialBytes(rank)) ||
+      p.off_down_barriers + 16 * p.down_stages > p.down_smem_bytes ||
+      p.down_smem_bytes > p.smem_bytes) {
+    return Precondition(
+        "plan gives LoRA-down ", p.down_ahead, " CTAs of the gemm's launch of tile_m ",
+        p.tile_m, " in clusters of ", p.down_cluster, ", ", p.down_stages,
+        " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes,
+        " of the gemm's ", p.smem_bytes, " bytes at rank ", rank, "; it needs ",
+        kDownAheadCtas, " of tile_m ", kDownAheadLeastTileM, " to ", kDownAheadTokens,
+        ", cluster 1, 2..", kDownAheadMaxStages, " stages, barriers behind ", ring,
+        " bytes of ring and ", DownV2PartialBytes(rank), " of partial sums, rank up to ",
+        kDownAheadRank);
+  }
+  return ffi::Error::Success();
+}
+
+// Quantizer 5: like them, LoRA-down in the same launch or in the gemm's.
 ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                                 int64_t rank) {
   if (!p.IsDecode() || s.k % 8 != 0 || rank % 16 != 0 ||
@@ -578,8 +601,9 @@ ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
       s.k > TokenQuantizerMaxK(p.q_lane_chunks, p.q_warps) || p.q_rows != 1 ||
       p.q_chunk_k != s.k_pad || p.q_threads != 32 * p.q_warps ||
       p.q_smem_bytes != 0 ||
-      !(rank > 0 ? IsDecodeDownCluster(p.down_cluster) : p.down_cluster == 0) ||
-      p.down_stages != 0 || p.down_smem_bytes != 0) {
+      (p.down_ahead == 0 &&
+       (!(rank > 0 ? IsDecodeDownCluster(p.down_cluster) : p.down_cluster == 0) ||
+        p.down_stages != 0 || p.down_smem_bytes != 0))) {
     return Precondition(
         "plan gives quantizer 5 ", p.q_rows, " rows, chunk ", p.q_chunk_k, ", ",
         p.q_threads, " threads, ", p.q_smem_bytes, " bytes, ", p.q_warps,
@@ -590,13 +614,18 @@ ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
         "one chunk, no dynamic shared memory, cluster ",
         rank > 0 ? "8 or 16" : "0");
   }
-  return ffi::Error::Success();
+  return p.down_ahead == 0 ? ffi::Error::Success() : CheckDownAhead(p, rank);
 }
 
 }  // namespace
 
 ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
+  if (p.down_ahead != 0 && !p.QuantizerIsDecode()) {
+    return Precondition("plan gives LoRA-down ", p.down_ahead,
+                        " CTAs of the gemm's launch behind quantizer ", p.q_kernel,
+                        "; it needs quantizer 5");
+  }
   if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);
   }

@@ -15,7 +15,7 @@
 
 namespace jax_w4a4 {
 
-constexpr int64_t kPlanSchema = 3;
+constexpr int64_t kPlanSchema = 4;
 
 // Values of PlanAttrs::kernel.
 enum class KernelId : int64_t {
@@ -58,6 +58,9 @@ struct PlanAttrs {
   // launch of LoRA-down, 0 without one.
   int64_t q_warps, q_lane_chunks, down_cluster, down_stages, down_smem_bytes,
       off_down_barriers;
+  // LoRA-down in the gemm's launch: CTAs ahead of the others, 0 elsewhere; and how
+  // many of the launch begin early.
+  int64_t down_ahead, down_early;
 
   bool Is(KernelId id) const { return kernel == static_cast<int64_t>(id); }
   // GEMM v1, the same code on every architecture.
@@ -144,7 +147,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("q_warps"), StructMember<int64_t>("q_lane_chunks"),
     StructMember<int64_t>("down_cluster"), StructMember<int64_t>("down_stages"),
     StructMember<int64_t>("down_smem_bytes"),
-    StructMember<int64_t>("off_down_barriers"));
+    StructMember<int64_t>("off_down_barriers"),
+    StructMember<int64_t>("down_ahead"), StructMember<int64_t>("down_early"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_w4a4::SpecAttrs, StructMember<int64_t>("format"),

@@ -42,12 +42,12 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   sm90::DecodeArgs a = {};
   a.rows = sm90::row_inputs_args(path, p.row_inputs,
                                  block == 0 ? 1 : p.k_pad / block);
+  a.m = static_cast<int>(p.m);
+  a.n = static_cast<int>(p.n);
   a.token_scale = p.token_scale;
   a.lora_act = static_cast<const __nv_bfloat16*>(p.lora_act);
   a.lora_up = static_cast<const __nv_bfloat16*>(p.lora_up);
   a.y = static_cast<__nv_bfloat16*>(p.out);
-  a.m = static_cast<int>(p.m);
-  a.n = static_cast<int>(p.n);
   a.steps = static_cast<int>(DecodeSteps(p.tile_n, p.k_pad));
   a.splits = p.splits;
   a.rank = p.rank;
@@ -71,6 +71,23 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   const int width = GemmV2ElementBytes(path);
   const int64_t columns = GemmV2ActBytes(path, p.k_pad) / width;
   TensorMaps maps;
+  if (p.down_sums != nullptr) {
+    sm90::DownAheadArgs& d = a.down;
+    const auto bf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    d.lora_act = static_cast<__nv_bfloat16*>(p.lora_act);
+    d.sums = static_cast<float*>(p.down_sums);
+    d.m = a.m;
+    d.rank = p.rank;
+    d.steps = (p.k + sm90::kDownStageK - 1) / sm90::kDownStageK;
+    d.stages = p.down_stages;
+    d.off_barriers = p.off_down_barriers;
+    d.ctas = kDownAheadCtas;
+    a.early_ctas = p.early_ctas;
+    maps.Encode("x", &d.x, {p.x, p.m, p.k, bf16, 2}, kDownAheadTokens,
+                sm90::kDownStageK, swizzle);
+    maps.Encode("lora_down", &d.lora_down, {p.lora_down, p.k, p.rank, bf16, 2},
+                sm90::kDownStageK, 64, swizzle);
+  }
   maps.Encode("packed", &a.weight, {p.weight, p.n, p.k_pad / 2, u8, 1}, p.tile_n,
               sm90::kBoxBytes, swizzle);
   const int piece = sm90::kBoxBytes / width;
@@ -92,7 +109,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   cudaLaunchAttribute attributes[2] = {ClusterAttribute(p.splits), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const int grid = static_cast<int>((p.n + p.tile_n - 1) / p.tile_n) * p.splits;
+  const int grid =
+      static_cast<int>((p.n + p.tile_n - 1) / p.tile_n) * p.splits + a.down.ctas;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(kDecodeThreads);

@@ -11,6 +11,8 @@
 //             expands its 4-bit weights in registers (sm90_expand.cuh) and adds up Y^T = W X^T; the
 //             sums meet in shared memory and are added in the order of the warpgroups.
 //   add       warps 17..19 work out the low-rank product meanwhile, on mma.sync, from L2.
+// With many tokens the first CTAs may do LoRA-down instead (sm90_decode_down.cuh), for which the add warps
+// of the others wait: x need not wait for it.
 //
 // Shared memory per CTA, every offset and count given by the plan:
 //   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
@@ -32,6 +34,7 @@
 
 #include "mma.cuh"
 #include "sm90_decode.h"
+#include "sm90_decode_down.cuh"
 #include "sm90_paths.cuh"
 #include "sm90_pipeline.cuh"
 #include "sm90_ptx.cuh"
@@ -70,6 +73,8 @@ struct DecodeArgs : Watched {
   bool scale_map;  // block scales come by the copy engine
   int off_act;  // inside a stage
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
+  DownAheadArgs down;
+  int early_ctas;  // that begin before the launch before has ended
 };
 
 // The work of a CTA.
@@ -80,10 +85,11 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of(const DecodeArgs& args) {
-  Share share = {static_cast<int>(blockIdx.x) * args.tile_n, 0, 0, args.steps};
+  const int cta = blockIdx.x - args.down.ctas;
+  Share share = {cta * args.tile_n, 0, 0, args.steps};
   if (args.splits > 1) {
     share.rank = static_cast<int>(cluster_rank());
-    share.n0 = blockIdx.x / args.splits * args.tile_n;
+    share.n0 = cta / args.splits * args.tile_n;
     const int each = (args.steps + args.splits - 1) / args.splits;
     share.first_step = share.rank * each;
     share.steps = min(each, args.steps - share.first_step);
@@ -195,6 +201,12 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
   return {first, args.rows.scale_blocks - first, share.steps * kStepBytes};
 }
 
+// Whether LoRA-down is in this launch.
+template <int kTokens>
+__device__ __forceinline__ bool down_is_ahead(const DecodeArgs& args) {
+  return kTokens > 16 && args.down.ctas > 0;
+}
+
 // Stages of weights that are asked for at once, and how many by the time that the block scales are there.
 // What the launch before reads stands in the same queues: with all stages asked for at once its product came
 // 1 to 1.5 us later, and with K above 4096 it takes so long that memory would stand still without the second
@@ -202,12 +214,15 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
 // 7.6 7.9 7.9; 14336x4096 13.4 12.7 13.1, 14.8 13.7 14.2; 16384x16384 39.6 38.8 38.9, 42.7 41.8 42.1).
 template <int kTokens>
 __device__ __forceinline__ int first_stages(const DecodeArgs& args, const Share& share) {
-  const int most = kTokens > 16 || share.steps >= 8 ? 2 : 1;
+  int most = kTokens > 16 || share.steps >= 8 ? 2 : 1;
+  if (down_is_ahead<kTokens>(args)) most = static_cast<int>(blockIdx.x) < args.early_ctas ? 4 : 1;
   return min(min(most, args.stages - in_last_stage(args)), share.steps);
 }
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ int early_stages(const DecodeArgs& args, const Share& share) {
-  if (args.steps * Division<Path, kRows>::kStageK <= 4096) return first_stages<kTokens>(args, share);
+  if (args.steps * Division<Path, kRows>::kStageK <= 4096 || down_is_ahead<kTokens>(args)) {
+    return first_stages<kTokens>(args, share);
+  }
   return min(min(4, args.stages - in_last_stage(args)), share.steps);
 }
 
@@ -447,7 +462,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     if (!args.scale_map && words) copy_scales<4>(args, scales, n0, smem, warp, lane);
     const RowFactors factors = row_factors(args.rows, min(n0 + row, args.n - 1));
     const bool ranged = kMayFlush<Path> && args.rows.scale_range != nullptr;
-    uchar2 range = {};
+    ScaleRange range = {};
     if (ranged) range = scale_range(args.rows, min(n0 + row, args.n - 1));
     begun();
     if (args.scale_map) {
@@ -461,7 +476,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     if (row < args.tile_n) {
       // With two CTAs each may have a base of its own for a row: their sums are scaled before they meet.
       const Extremes found =
-          ranged ? Extremes{range.x, range.y}
+          ranged ? Extremes{range.most(), range.least()}
                  : find_extremes<Path::kFormat, kLanes>(args, scales, smem, row, thread % kLanes);
       RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found.most);
       if constexpr (kMayFlush<Path>) {
@@ -872,26 +887,58 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
                                              const Share& share, int warp, int lane) {
   using D = Division<Path, kRows>;
   constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
+  constexpr int kBlocks = (kRows / 16 + kAddWarps - 1) / kAddWarps;
+  constexpr int kHeld = kBlocks < 3 ? kTokens : kPart;  // whose ranks registers have room for
   const int q = lane % 4;
-  for (int first = 0; first < args.m; first += kPart) {
-    if (kPart < kTokens && !finishes<kTokens>(args, share, first)) continue;
-    const auto load_act = [&](int j, int rank) {
-      const int token = first + 8 * j + lane / 4;
-      return load_ranks(args.lora_act + token * args.rank, rank, args.rank, token < args.m);
-    };
-    // All blocks of the warp have these.
-    uint4 act[kPart / 8];
+  const auto load_act = [&](int token, int rank) {
+    if (token >= args.m || rank >= args.rank) return make_uint4(0, 0, 0, 0);
+    return load_relaxed_v4(args.lora_act + token * args.rank + rank);
+  };
+  // All blocks of the warp have these; with LoRA-down in this launch there is time to read their own first.
+  LoraUp up[kBlocks];
+  uint4 act[kHeld / 8];
+  const auto look = [&](int first) {
+    bool there = true;
 #pragma unroll
-    for (int j = 0; j < kPart / 8; ++j) act[j] = load_act(j, 8 * q);
-    for (int block = warp; block * 16 < args.tile_n; block += kAddWarps) {
+    for (int j = 0; j < kHeld / 8; ++j) act[j] = load_act(first + 8 * j + lane / 4, 8 * q);
+#pragma unroll
+    for (int j = 0; j < kHeld / 8; ++j) there = there && is_there(act[j]);
+    return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
+  };
+  if (down_is_ahead<kTokens>(args)) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      up[b] = load_lora_up<D>(args, share, warp + b * kAddWarps, 8 * q, lane);
+    }
+    // One word until it is there: the lanes of all CTAs would be in each other's way.
+    watched_look(args, RingName::kDecodeLoraAct,
+                 [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });
+  }
+#pragma unroll
+  for (int first = 0; first < kTokens; first += kPart) {
+    const bool used = first < args.m && (kPart == kTokens || finishes<kTokens>(args, share, first));
+    if (first % kHeld == 0 && (used || kHeld > kPart)) {
+      if (down_is_ahead<kTokens>(args)) {
+        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });
+      } else {
+        look(first);
+      }
+    }
+    if (!used) continue;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int block = warp + b * kAddWarps;
+      if (block * 16 >= args.tile_n) break;
       float acc[kPart / 8][4] = {};
-      LoraUp up = load_lora_up<D>(args, share, block, 8 * q, lane);
+      if (!down_is_ahead<kTokens>(args)) up[b] = load_lora_up<D>(args, share, block, 8 * q, lane);
 #pragma unroll
-      for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up, act[j]);
+      for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up[b], act[first % kHeld / 8 + j]);
       for (int rank = 32; rank < args.rank; rank += 32) {
-        up = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
+        const LoraUp more = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
 #pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up, load_act(j, rank + 8 * q));
+        for (int j = 0; j < kPart / 8; ++j) {
+          multiply_ranks(acc[j], more, load_act(first + 8 * j + lane / 4, rank + 8 * q));
+        }
       }
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
@@ -921,6 +968,12 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
   using D = Division<Path, kRows>;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  if constexpr (kTokens > 16) {
+    if (static_cast<int>(blockIdx.x) < args.down.ctas) {
+      down_ahead<kDecodeThreads, kLoadWarp>(args.down, smem_address(dynamic_smem));
+      return;
+    }
+  }
   const uint32_t smem = smem_address(dynamic_smem);
   const Share share = share_of(args);
   // The same in all lanes, and known to be: addresses of a warp then stay in uniform registers.
@@ -959,6 +1012,9 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   }
   if (warp == kLoadWarp) {
     if (elect_one()) {
+      prefetch_tensor_map(&args.weight);
+      if (args.scale_map) prefetch_tensor_map(&args.scales);
+      prefetch_tensor_map(&args.act);
       ring.init(kMultiplyWarps);
       mbarrier_init(scale_barrier(args, smem), 1);
       mbarrier_init(seen_barrier(args, smem), kMultiplyWarps);
@@ -969,7 +1025,6 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
                                   peer_bytes<Path, kTokens, kRows>(args, share));
       }
       load_early<Path, kTokens, kRows>(args, smem, ring, share);
-      prefetch_tensor_map(&args.act);
     }
     __syncwarp();
     if (args.splits > 1) cluster_arrive_relaxed();

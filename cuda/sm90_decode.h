@@ -105,6 +105,16 @@ constexpr int64_t DecodePartialBytes(int64_t tile_m, int64_t tile_n) {
   return (bytes + 1023) / 1024 * 1024;
 }
 
+// LoRA-down by CTAs of this launch, ahead of the others: so many, of up to so many
+// ranks, with the ring of sm90_down_v2.
+constexpr int kDownAheadCtas = 4;
+constexpr int kDownAheadRank = 32;
+constexpr int kDownAheadTokens = 64;
+constexpr int kDownAheadLeastTileM = 32;
+constexpr int kDownAheadMaxStages = 16;
+// Rows of (rank,) sums that they leave for each other.
+constexpr int64_t DownAheadSums(int64_t m) { return (kDownAheadCtas - 1) * m; }
+
 // Offsets from the start of dynamic shared memory; act from the start of a slot.
 struct DecodeSmem {
   int act, scales, rows, tokens, partial, addend, barriers;
@@ -116,7 +126,7 @@ struct DecodeParams {
   const float* token_scale;   // (m,), paths that have one
   const uint8_t* weight;      // (n, k_pad / 2)
   WeightRowParams row_inputs;  // `rows` is not used
-  const void* lora_act;       // (m, rank) bf16
+  void* lora_act;             // (m, rank) bf16, written if down_sums is not null
   const void* lora_up;        // (n, rank) bf16
   void* out;                  // (m, n) bf16
   int64_t m, n;               // 1 <= m <= tile_m
@@ -126,6 +136,14 @@ struct DecodeParams {
   int splits;  // CTAs that divide K
   int stages;
   DecodeSmem smem;
+  // LoRA-down in this launch: the launch before has filled lora_act and
+  // down_sums, (DownAheadSums(m), rank) fp32. Null: lora_act is there already.
+  void* down_sums;
+  const void* x;          // (m, k) bf16
+  const void* lora_down;  // (k, rank) bf16
+  int k;
+  int down_stages, off_down_barriers;
+  int early_ctas;  // of this launch for which the launch before leaves SMs
 };
 
 // The kernel for a path, token tile and number of weight rows, null if it was not

@@ -63,7 +63,8 @@ int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
 
   // x: the cluster; y: tiles of ranks; z: tiles of tokens, then the quantizer.
   dim3 grid(1, 1, static_cast<unsigned>(ctas));
-  if (p.rank > 0) {
+  down.sums = static_cast<float*>(p.down_sums);
+  if (p.rank > 0 && p.down_sums == nullptr) {
     if (int code = AllowCluster(kernel, device, p.down_cluster);
         code != cudaSuccess) {
       return code;

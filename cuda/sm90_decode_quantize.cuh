@@ -9,6 +9,8 @@
 // its warps in their order and hands each CTA of the cluster its share, which that one adds in the order
 // of the CTAs: the same bits in every run.
 //
+// Or LoRA-down is left to the GEMM's launch, and all CTAs quantize.
+//
 // A long token is shared by CTAs that all look through the whole of it and write a part.
 #pragma once
 
@@ -17,6 +19,7 @@
 #include <cstdint>
 
 #include "mma.cuh"
+#include "sm90_decode_down.cuh"
 #include "sm90_decode_quantize.h"
 #include "sm90_ptx.cuh"
 #include "sm90_quantize_v2.cuh"
@@ -41,6 +44,7 @@ struct FewDownArgs : Watched {
   const __nv_bfloat16* x;          // (M, K)
   const __nv_bfloat16* lora_down;  // (K, R)
   __nv_bfloat16* lora_act;         // (M, R)
+  float* sums;  // of LoRA-down in the GEMM's launch, to be filled; or null
   int m, k, rank;
   int token_tiles;  // of gridDim.z that do LoRA-down; the CTAs past them quantize
   int log_share;    // of the sums that a CTA finishes
@@ -277,6 +281,9 @@ __global__ void __launch_bounds__((kFewRegisterThreads<kSource, kChunks, kWarps>
       {static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), slots, 1},
       index & (shares - 1),
       shares};
+  if (down.sums != nullptr && at.share == 0 && at.part == 0) {
+    fill_not_yet(down.sums, down.lora_act, down.m, down.rank, token, at.lane);
+  }
   quantize_token<kPath, kSource, kChunks, kWarps>(args, args, token, at);
 }
 

@@ -36,7 +36,8 @@ struct DecodeQuantizeParams : TokenParams {
   const void* lora_down;  // (k, rank) bf16; x is bf16 then
   void* lora_act;         // (m, rank) bf16
   int rank;               // a multiple of 16, 0 for none
-  int down_cluster;       // with a rank
+  int down_cluster;       // with a rank, unless
+  void* down_sums;        // the GEMM's launch does LoRA-down; see DecodeParams
 };
 
 // Launches on `stream` and returns a cudaError_t. m >= 1.

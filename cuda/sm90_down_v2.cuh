@@ -50,6 +50,7 @@ struct DownV2Args : Watched {
                  : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));                       \
   }
 W4A4_DOWN_MMA(72, 36, 37, 38)
+W4A4_DOWN_MMA(64, 32, 33, 34)
 W4A4_DOWN_MMA(16, 8, 9, 10)
 #undef W4A4_DOWN_MMA
 

@@ -233,6 +233,12 @@ __device__ __forceinline__ uint32_t load_nc_u32(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_nc_u16(const void* p) {
+  uint16_t v;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+
 __device__ __forceinline__ uint2 load_nc_v2(const void* p) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
@@ -245,6 +251,44 @@ __device__ __forceinline__ uint4 load_nc_v4(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
+}
+
+// Element `index` of an array that may be absent. Without a branch, at whose end the value would be waited for.
+__device__ __forceinline__ float load_nc_or(const float* array, int index, float otherwise) {
+  float v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u64 p, %1, 0;\n"
+      "mov.f32 %0, %3;\n"
+      "@p ld.global.nc.f32 %0, [%2];\n"
+      "}\n"
+      : "=f"(v)
+      : "l"(array), "l"(array + index), "f"(otherwise));
+  return v;
+}
+
+// Memory that other CTAs of this launch write or read meanwhile.
+__device__ __forceinline__ uint4 load_relaxed_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_relaxed_u32(const void* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed_v4(void* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_relaxed_v2(void* p, uint32_t x, uint32_t y) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
 }
 
 // ---- shared memory ----

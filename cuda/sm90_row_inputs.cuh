@@ -110,12 +110,8 @@ struct RowFactors {
 };
 __device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
   const int group = row / args.group_rows;
-  RowFactors out = {1.0f, 1.0f, 1.0f, 0.0f};
-  if (args.channel_scale) out.channel = args.channel_scale[row];
-  if (args.global_scale) out.global = args.global_scale[group];
-  if (args.act_global_scale) out.act_global = args.act_global_scale[group];
-  if (args.bias) out.bias = args.bias[row];
-  return out;
+  return {load_nc_or(args.channel_scale, row, 1.0f), load_nc_or(args.global_scale, group, 1.0f),
+          load_nc_or(args.act_global_scale, group, 1.0f), load_nc_or(args.bias, row, 0.0f)};
 }
 
 // `largest` of a row's block scales: the byte (mxfp4), the magnitude bits, where 0x7F is NaN (nvfp4), or
@@ -224,8 +220,14 @@ __device__ __forceinline__ void write_rows_together(const RowInputsArgs& args, i
 }
 
 // The largest and the least byte of a row's mxfp4 scales.
-__device__ __forceinline__ uchar2 scale_range(const RowInputsArgs& args, int row) {
-  return __ldg(reinterpret_cast<const uchar2*>(args.scale_range) + row);
+struct ScaleRange {
+  uint32_t bytes;
+
+  __device__ __forceinline__ int most() const { return bytes & 0xFF; }
+  __device__ __forceinline__ int least() const { return bytes >> 8; }
+};
+__device__ __forceinline__ ScaleRange scale_range(const RowInputsArgs& args, int row) {
+  return {load_nc_u16(args.scale_range + 2 * static_cast<int64_t>(row))};
 }
 
 // The rows of prepare CTA `block`.
@@ -236,7 +238,7 @@ __device__ __forceinline__ void write_rows(const RowInputsArgs& args, int block,
     const int row = 32 * (block * warps + warp) + lane;
     if (row < args.n && !is_unused(args, row)) {
       args.rows[row] =
-          row_inputs<kFormat>(args.rounded, row_factors(args, row), scale_range(args, row).x);
+          row_inputs<kFormat>(args.rounded, row_factors(args, row), scale_range(args, row).most());
     }
     return;
   }

@@ -72,6 +72,18 @@ __device__ __forceinline__ void watched_wait(const Watched& args, RingName name,
   bounded_wait(watch(args, name), barrier, parity, true, 0);
 }
 
+// For memory of other CTAs: `look` tells whether all is there.
+template <class Look>
+__device__ __forceinline__ void watched_look(const Watched& args, RingName name, Look look) {
+  if (look()) return;
+  const uint32_t since = nanoseconds();
+  while (!look()) {
+    const uint32_t waited = nanoseconds() - since;
+    if (waited >= kTellNs) tell(watch(args, name), true, 0, 0, since);
+    if (waited >= kTrapNs) asm volatile("trap;");
+  }
+}
+
 #else
 
 template <class Args>
@@ -82,6 +94,12 @@ __device__ __forceinline__ Watch watch(const Args&, RingName) {
 __device__ __forceinline__ void watched_wait(const Watched&, RingName, uint32_t barrier,
                                              uint32_t parity) {
   mbarrier_wait(barrier, parity);
+}
+
+template <class Look>
+__device__ __forceinline__ void watched_look(const Watched&, RingName, Look look) {
+  while (!look()) {
+  }
 }
 
 #endif

@@ -16,7 +16,8 @@
 namespace jax_w4a4 {
 
 // Every ring of the kernels: kernel, ring, the role that fills it (it waits for `empty` barriers), the
-// role that empties it (for `full` ones). The last two are one barrier each, and nothing empties them.
+// role that empties it (for `full` ones). Those
+// from kDecodeSums on are one barrier or a place in memory each, and nothing empties them.
 #define W4A4_RINGS(RING)                                           \
   RING(kGemmMain, "sm90_gemm_v2", "main", "load", "compute")       \
   RING(kGemmTokens, "sm90_gemm_v2", "tokens", "load", "compute")   \
@@ -27,10 +28,12 @@ namespace jax_w4a4 {
   RING(kSm100Main, "sm100_gemm", "main", "load", "mma")            \
   RING(kSm100Accumulators, "sm100_gemm", "accumulators", "mma", "store") \
   RING(kSm100Down, "sm100_down", "main", "load", "project")        \
+  RING(kDecodeDown, "sm90_decode", "LoRA-down", "load", "project") \
   RING(kDecodeSums, "sm90_decode_quantize", "sums", "project", "project") \
   RING(kDecodeScales, "sm90_decode", "scales", "load", "multiply") \
   RING(kDecodeSeen, "sm90_decode", "last stage's scales", "multiply", "load") \
-  RING(kDecodePeer, "sm90_decode", "peer's sums", "multiply", "multiply")
+  RING(kDecodePeer, "sm90_decode", "peer's sums", "multiply", "multiply") \
+  RING(kDecodeLoraAct, "sm90_decode", "lora_act", "project", "add")
 
 enum class RingName : uint32_t {
 #define W4A4_RING(id, ...) id,

@@ -595,6 +595,11 @@ def _cvt_packed(e: Emitter, ins: Instr, to: str, source: str, mode: str) -> None
     e.dst(ins.ops[0], f"{lo}.astype(uint16) | ({hi}.astype(uint16) << uint16(8))", "uint16")
 
 
+def _relaxed(ins: Instr) -> str:
+    """The argument of an access that CTAs may make without an order between them."""
+    return ", True" if ins.has("relaxed") and ins.has("gpu") else ""
+
+
 @emits("ld", "ldu")
 def _ld(e: Emitter, ins: Instr) -> None:
     check(
@@ -612,7 +617,7 @@ def _ld(e: Emitter, ins: Instr) -> None:
     if space == "param":
         load = f"ld_param(w, {ins.pc}, {address}, {e.mask}, {dtype}, {len(items)})"
     else:
-        load = f"ld_global(w, {ins.pc}, {address}, {e.mask}, {dtype}, {len(items)})"
+        load = f"ld_global(w, {ins.pc}, {address}, {e.mask}, {dtype}, {len(items)}{_relaxed(ins)})"
     e.lines.append(f"v = {load}")
     for i, item in enumerate(items):
         e.dst(item, f"v[{i}]", dtype)
@@ -632,4 +637,4 @@ def _st(e: Emitter, ins: Instr) -> None:
     items = source.items if isinstance(source, Vec) else (source,)
     values = ", ".join(e.src(item, kind) for item in items)
     address = e.address(ins.ops[0])
-    e.lines.append(f"st_global(w, {ins.pc}, {address}, {e.mask}, ({values},))")
+    e.lines.append(f"st_global(w, {ins.pc}, {address}, {e.mask}, ({values},){_relaxed(ins)})")

@@ -229,16 +229,20 @@ def _initial(storage: str) -> np.ndarray:
 # ---- names that the generated functions use ----
 
 
-def _ld_global(w: Warp, pc: int, address: np.ndarray, mask: Any, dtype: Any, count: int) -> list:
+def _ld_global(
+    w: Warp, pc: int, address: np.ndarray, mask: Any, dtype: Any, count: int, relaxed: bool = False
+) -> list:
     w.local_pc = pc
     if address.dtype != np.uint64:
         address = address.astype(np.uint64)
-    return w.cluster.machine.memory.load(w, address, mask, dtype, count)
+    return w.cluster.machine.memory.load(w, address, mask, dtype, count, relaxed)
 
 
-def _st_global(w: Warp, pc: int, address: np.ndarray, mask: Any, values: tuple) -> None:
+def _st_global(
+    w: Warp, pc: int, address: np.ndarray, mask: Any, values: tuple, relaxed: bool = False
+) -> None:
     w.local_pc = pc
-    w.cluster.machine.memory.store(w, address, mask, values)
+    w.cluster.machine.memory.store(w, address, mask, values, relaxed)
 
 
 def _ld_param(w: Warp, pc: int, address: np.ndarray, mask: Any, dtype: Any, count: int) -> list:

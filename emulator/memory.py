@@ -42,6 +42,7 @@ class Allocation:
       pending: written by a launch that may still be running: no access before griddepcontrol.wait.
       writer: CTA that wrote each byte in the last launch that wrote any (0 nobody, else CTA + 1).
       launch: that launch.
+      relaxed: what each byte's last store left of a `.relaxed.gpu` one, None without any.
     """
 
     def __init__(self, base: int, size: int, name: str):
@@ -55,6 +56,7 @@ class Allocation:
         self.read_only = False
         self.writer = np.zeros(padded, np.int32)
         self.launch: object = None
+        self.relaxed: Relaxed | None = None
         # The flags of a byte, of two, four, eight: all set is 1, 0x0101, ...
         self.flags = {
             size: self.initialized[: padded // size * size].view(f"uint{8 * size}")
@@ -70,6 +72,34 @@ class Allocation:
         self.data[: raw.size] = raw
         if self.initialized is not None:
             self.initialized[: raw.size] = True
+
+
+class Relaxed:
+    """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order between
+    them may read these with loads of the same kind, and find what was there before for a while."""
+
+    def __init__(self, found: Allocation):
+        self.stored = np.zeros(found.data.size, bool)
+        self.before = found.data.copy()
+        self.seen: dict[object, np.ndarray] = {}  # by warp: words that it has seen the new value of
+
+    def note(self, found: Allocation, places: np.ndarray, relaxed: bool) -> None:
+        """Before a store to these bytes."""
+        self.before[places] = found.data[places]
+        self.stored[places] = relaxed
+
+    def view(self, w: Any, found: Allocation, places: list, dtype: np.dtype, foreign: np.ndarray) -> list:
+        """What a load of elements at `places` finds, lanes `foreign` of other CTAs' stores."""
+        machine = w.cluster.machine
+        new, old = found.views[_NAMES[dtype]], self.before.view(dtype)
+        seen = self.seen.setdefault(w, np.zeros(new.size, bool))
+        out = []
+        for index in places:
+            late = np.array([machine.rng.random() < machine.options.spurious_wait for _ in index])
+            late &= foreign & ~seen[index]
+            seen[index[~late]] = True
+            out.append(np.where(late, old[index], new[index]))
+        return out
 
 
 class GlobalMemory:
@@ -110,7 +140,9 @@ class GlobalMemory:
             raise OutOfBoundsError(f"misaligned global access of {size} bytes at {lo:#x}")
         return lo, hi, active
 
-    def load(self, w: Any, address: np.ndarray, mask: Any, dtype: np.dtype, count: int) -> list:
+    def load(
+        self, w: Any, address: np.ndarray, mask: Any, dtype: np.dtype, count: int, relaxed: bool = False
+    ) -> list:
         """`count` consecutive elements per lane, an array for each."""
         dtype = np.dtype(dtype)
         item = dtype.itemsize
@@ -124,7 +156,7 @@ class GlobalMemory:
         except OutOfBoundsError:
             for a in active:  # lanes in different allocations, or the culprit
                 self.find(int(a), int(a) + size)
-            return self._load_scattered(w, address, mask, dtype, count)
+            return self._load_scattered(w, address, mask, dtype, count, relaxed)
         if found.pending and not w.dependency_waited:
             raise ProtocolError(f"{found.name} is read before griddepcontrol.wait")
         offset = (address - U64(found.base)).astype(np.int64)
@@ -140,21 +172,32 @@ class GlobalMemory:
                     raise UninitializedError(f"{found.name} is read where nothing was written")
         machine = w.cluster.machine
         if found.launch is machine and machine.options.races:
-            self._check_writers(w, found, found.writer[offset], "reads")
+            writers = found.writer[offset]
+            if relaxed and item == 4 and found.relaxed is not None:
+                stored = found.relaxed.stored[offset]
+                self._check_writers(w, found, np.where(stored, 0, writers), "reads")
+                foreign = stored & (writers > 0) & ((writers - 1) // w.cluster.size != w.cluster.number)
+                if foreign.any():
+                    return found.relaxed.view(w, found, places, dtype, foreign)
+            self._check_writers(w, found, writers, "reads")
         view = found.views[_NAMES[dtype]]
         return [view[index] for index in places]
 
-    def _load_scattered(self, w, address, mask, dtype, count):
+    def _load_scattered(self, w, address, mask, dtype, count, relaxed):
         out = [np.zeros(32, dtype) for _ in range(count)]
         for lane in range(32):
             if mask is None or mask[lane]:
                 one = np.zeros(32, bool)
                 one[lane] = True
-                for o, v in zip(out, self.load(w, address, one, dtype, count), strict=True):
+                for o, v in zip(
+                    out, self.load(w, address, one, dtype, count, relaxed), strict=True
+                ):
                     o[lane] = v[lane]
         return out
 
-    def store(self, w: Any, address: np.ndarray, mask: Any, values: tuple) -> None:
+    def store(
+        self, w: Any, address: np.ndarray, mask: Any, values: tuple, relaxed: bool = False
+    ) -> None:
         item = values[0].dtype.itemsize
         size = item * len(values)
         lanes = self._lanes(w, address, mask, size)
@@ -170,12 +213,16 @@ class GlobalMemory:
                 if mask is None or mask[lane]:
                     one = np.zeros(32, bool)
                     one[lane] = True
-                    self.store(w, address, one, values)
+                    self.store(w, address, one, values, relaxed)
             return
         self.check_store(w, found)
         offset = (active - U64(found.base)).astype(np.int64)
         if w.cluster.machine.options.races:
             self._check_writers(w, found, found.writer[offset], "overwrites")
+        if relaxed and found.relaxed is None:
+            found.relaxed = Relaxed(found)
+        if found.relaxed is not None:
+            found.relaxed.note(found, (offset[:, None] + np.arange(size)).ravel(), relaxed)
         view = found.views[_NAMES[values[0].dtype]]
         flags, every = found.flags[item], _ALL_SET[item]
         writer = found.writer.reshape(-1, item)
@@ -208,6 +255,7 @@ class GlobalMemory:
         if found.launch is not w.cluster.machine:
             found.launch = w.cluster.machine
             found.writer[:] = 0
+            found.relaxed = None
         if found.read_only:
             raise ProtocolError(f"{found.name} is written, but it is an input")
         if found.pending and not w.dependency_waited:

@@ -64,6 +64,7 @@ class Case:
     act_unsigned: bool = False
     rule: str = "rceil"
     down_cluster: int | None = None
+    down_ahead: int = 0  # CTAs of sm90_decode's launch for LoRA-down
     exact: bool = False
     far: bool = False
     seed: int = 0
@@ -128,6 +129,7 @@ def plan_of(case: Case) -> plan.Plan:
     forced = {"tile_m": case.tile_m, "cluster": case.cluster, "quantizer": 2 if case.fused else 1}
     if case.fused and case.kernel == "sm90_decode":
         forced["quantizer"] = 5
+        forced["down_ahead"] = case.down_ahead
     if case.tile_n:
         forced["tile_n"] = case.tile_n
     if case.stages:
@@ -239,6 +241,13 @@ class WeightRows(ctypes.Structure):
     ]
 
 
+class DownAhead(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("sums", "x", "lora_down")),
+        *((name, ctypes.c_int) for name in ("k", "stages", "off_barriers", "early")),
+    ]
+
+
 class Tokens(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "smooth", "global_scale")),
@@ -343,6 +352,7 @@ def run(
         scale_range=address("scale_range"),
     )
     pointer, long = ctypes.c_void_p, ctypes.c_int64
+    ahead = DownAhead()
     block = case.k_pad // case.blocks
     if prepared is not None:
         assert not case.fused, case
@@ -356,13 +366,20 @@ def run(
     elif case.fused and decode:
         if case.rank:
             made["lora_act"] = device.empty(case.m * case.rank * 2, "lora_act")
+        if case.down_ahead:
+            rows = dict((b.name, b.shape) for b in found.workspace(case.m, "matmul"))["down_sums"]
+            made["down_sums"] = device.empty(4 * int(np.prod(rows)), "down_sums")
+            ahead = DownAhead(
+                made["down_sums"].base, address("x"), address("lora_down"), case.k,
+                attrs["down_stages"], attrs["off_down_barriers"], attrs["down_early"],
+            )  # fmt: skip
         driver.call(
             "emulator_decode_quantize", path.code,
             ctypes.byref(tokens(case, attrs, address)), pointer(made["act"].base),
             pointer(made["token_scale"].base), DTYPES.index(case.scales),
             pointer(address("lora_down")),
             pointer(made["lora_act"].base if case.rank else None), case.rank,
-            case.down_cluster or attrs["down_cluster"],
+            case.down_cluster or attrs["down_cluster"], pointer(ahead.sums),
         )  # fmt: skip
     elif case.fused:
         if case.rank:
@@ -395,7 +412,7 @@ def run(
             int(case.act_unsigned),
         )
     lora_act = made["lora_act"].base if "lora_act" in made else address("lora_act")
-    for name in ("act", "token_scale", "rows", "lora_act"):
+    for name in ("act", "token_scale", "rows", "lora_act", "down_sums"):
         if name in made:
             made[name].pending = True
     if decode:
@@ -411,6 +428,7 @@ def run(
             pointer(lora_act), pointer(address("lora_up")), pointer(made["y"].base), long(case.m),
             long(case.n), case.k_pad, case.rank, found.main_stages,
             (ctypes.c_int * 9)(*(attrs[name] for name in order)), 1, case.clusters,
+            ctypes.byref(ahead),
         )  # fmt: skip
     else:
         order = (

@@ -593,6 +593,11 @@ def _quantizer_title(plan: Plan) -> str:
     if d is None:
         return title
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
+    if d.ahead:
+        return (
+            f"{title}; LoRA-down on {d.ahead} CTAs of the gemm's launch ({d.stages} stages of 64 k, "
+            f"{d.smem_bytes} B shared memory)"
+        )
     if q.kernel == 5:
         ranks = budget.decode_down_ranks(q.warps)
         return f"{title} and LoRA-down ({d.rows} rows and {ranks} ranks per {who}) in one launch"

@@ -124,7 +124,7 @@ int emulator_quantize_v2(int path, const Tokens* t, void* act,
 int emulator_decode_quantize(int path, const Tokens* t, void* act,
                              float* token_scale, int scale_dtype,
                              const void* lora_down, void* lora_act, int rank,
-                             int down_cluster) {
+                             int down_cluster, void* down_sums) {
   DecodeQuantizeParams p = {};
   SetTokens(&p, *t);
   p.beside = false;
@@ -135,6 +135,7 @@ int emulator_decode_quantize(int path, const Tokens* t, void* act,
   p.lora_act = lora_act;
   p.rank = rank;
   p.down_cluster = down_cluster;
+  p.down_sums = down_sums;
   return LaunchDecodeQuantize(static_cast<GemmV2Path>(path), p, 0, nullptr);
 }
 
@@ -188,12 +189,20 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
 }
 
 // smem: in the order of DecodeSmem.
+// LoRA-down in the gemm's launch.
+struct DownAhead {
+  void* sums;  // null: none
+  const void* x;
+  const void* lora_down;
+  int k, stages, off_barriers, early;
+};
+
 int emulator_decode(int path, int tile_m, int tile_n, int splits, const void* act,
                     const float* token_scale, const WeightRows* rows,
-                    const uint8_t* weight, const void* lora_act,
+                    const uint8_t* weight, void* lora_act,
                     const void* lora_up, void* out, int64_t m, int64_t n,
                     int k_pad, int rank, int stages, const int* smem,
-                    int dependent, int device) {
+                    int dependent, int device, const DownAhead* down) {
   DecodeParams p = {};
   p.act = act;
   p.token_scale = token_scale;
@@ -211,6 +220,13 @@ int emulator_decode(int path, int tile_m, int tile_n, int splits, const void* ac
   p.stages = stages;
   p.smem = {smem[0], smem[1], smem[2], smem[3], smem[4],
             smem[5], smem[6], smem[7], smem[8]};
+  p.down_sums = down->sums;
+  p.x = down->x;
+  p.lora_down = down->lora_down;
+  p.k = down->k;
+  p.down_stages = down->stages;
+  p.off_down_barriers = down->off_barriers;
+  p.early_ctas = down->early;
   return LaunchDecode(static_cast<GemmV2Path>(path), tile_m, p, dependent != 0,
                       device, nullptr)
       .code;

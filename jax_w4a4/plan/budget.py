@@ -234,7 +234,8 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class DownPlan:
-    """Launch of LoRA-down beside quantizer 2 (cuda/sm90_down_v2.cuh).
+    """LoRA-down: beside quantizer 2 (cuda/sm90_down_v2.cuh), in quantizer 5's launch, or in the
+    gemm's (cuda/sm90_decode_down.cuh).
 
     Attributes:
       rows: tokens per cluster.
@@ -242,6 +243,8 @@ class DownPlan:
       stages: of the ring, 64 k each.
       threads, smem_bytes: per CTA.
       off_barriers: bytes from the start of shared memory to the ring's barriers.
+      ahead: CTAs of the gemm's launch that do it, ahead of the others; 0 elsewhere.
+      early: CTAs of that launch for which the quantizer leaves SMs.
     """
 
     rows: int
@@ -250,6 +253,8 @@ class DownPlan:
     threads: int
     smem_bytes: int
     off_barriers: int
+    ahead: int = 0
+    early: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +270,8 @@ class QuantizerPlan:
       threads, smem_bytes: per CTA.
       warps: that hold a token in registers (quantizers 2 to 5).
       lane_chunks: pieces of eight values of a token in each of their lanes (quantizers 2 to 5).
-      down: LoRA-down, where it is a launch of its own, or other CTAs of quantizer 5's.
+      down: LoRA-down, where it is a launch of its own, or other CTAs of quantizer 5's or of the
+        gemm's.
       why: the reason for this kernel, where there was a choice.
     """
 
@@ -950,6 +956,32 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
+# LoRA-down in the launch of sm90_decode: CTAs, the most ranks, the fewest tokens of the tile.
+DOWN_AHEAD_CTAS = 4
+DOWN_AHEAD_RANK = 32
+DOWN_AHEAD_LEAST_TILE_M = 32
+
+
+def down_ahead(problem: Problem, threads: int, smem_bytes: int, sm_count: int) -> DownPlan | None:
+    """LoRA-down by CTAs of sm90_decode's launch (cuda/sm90_decode_down.cuh), which divide K; None
+    where their shared memory is not enough.
+
+    The ring and the partial sums of sm90_down_v2, for 64 tokens: as many stages as fit into
+    ``smem_bytes`` of the gemm, 16 at most.
+    """
+    assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
+    stage = 72 * 64 * 2 + 64 * 64 * 2
+    partial = 64 * (64 + 4) * 4
+    stages = min(16, smem_bytes // (stage + 16))
+    off = stages * stage
+    if stages < 2:
+        return None
+    assert off >= partial and off % 8 == 0
+    # Quantizer 5 has a CTA of its own for each of that many tokens.
+    early = max(0, sm_count - (problem.m or 1))
+    return DownPlan(64, 1, stages, threads, off + 16 * stages, off, DOWN_AHEAD_CTAS, early)
+
+
 def down_sm100(problem: Problem, capacity: int) -> DownPlan:
     """LoRA-down of the sm100_v2 path (cuda/sm100_down.cuh): 64 tokens and 64 ranks per CTA.
 
@@ -1012,6 +1044,10 @@ def workspace(
         return private
     if quantizer.kernel in (2, 5):
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
+    if quantizer.down is not None and quantizer.down.ahead:
+        # What all CTAs but the last leave for that one.
+        rows = (quantizer.down.ahead - 1) * m
+        private = (*private, Buffer("down_sums", (rows, problem.rank), "float32"))
     return (*public, lora_act, *private)
 
 

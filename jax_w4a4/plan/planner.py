@@ -29,7 +29,7 @@ __all__ = [
     "solve",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
 _DEFAULT_KERNELS = {
@@ -49,6 +49,7 @@ FORCIBLE = (
     "group_m",
     "promote_k",
     "quantizer",
+    "down_ahead",
 )
 
 # Rows assumed where M is symbolic.
@@ -113,6 +114,8 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
+# From which K on LoRA-down is faster in sm90_decode's launch, with more than 16 rows.
+_LEAST_AHEAD_K = 4096
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -284,6 +287,8 @@ class Plan:
             down_stages=down.stages if down else 0,
             down_smem_bytes=down.smem_bytes if down else 0,
             off_down_barriers=down.off_barriers if down else 0,
+            down_ahead=down.ahead if down else 0,
+            down_early=down.early if down else 0,
         )
         return attrs
 
@@ -372,8 +377,9 @@ def solve(
       kernel: a name in ``budget.DESIGNS``; None for the target's best that takes the problem,
         with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
-        promote_k, quantizer (1, 2 or 5, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`), taken as
-        given instead of chosen. Only a forced ``main_stages`` of a design without a kernel can be
+        promote_k, quantizer (1, 2 or 5, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`),
+        down_ahead (0 or 4, see :class:`~jax_w4a4.plan.budget.DownPlan`), taken as given instead of
+        chosen. Only a forced ``main_stages`` of a design without a kernel can be
         below 2.
 
     Raises:
@@ -435,7 +441,9 @@ def _solve(
     rows, regions, smem = _place(design, problem, target, best)
     group_m, why_group = _group_m(design, problem, best, choice)
     promote_k, why_path = _path(design, problem, choice)
+    smem = max(smem, design.least_smem)
     quantizer = _quantizer(design, problem, target, choice)
+    quantizer = _down_ahead(design, problem, target, best, smem, quantizer, choice)
     down = quantizer.down
     needed = max(quantizer.smem_bytes, down.smem_bytes if down else 0)
     if needed > target.smem_bytes:
@@ -456,7 +464,7 @@ def _solve(
         lora_stages=best.lora_stages,
         store_stages=best.store_stages,
         threads=design.threads,
-        smem_bytes=max(smem, design.least_smem),
+        smem_bytes=smem,
         group_m=group_m,
         promote_k=promote_k,
         regions=regions,
@@ -805,6 +813,67 @@ def _token_quantizer(problem: Problem, target: Target, kernel: int) -> Quantizer
         f"{_count(down.stages, 'stage')}"
     )
     return dataclasses.replace(plan, down=down, why=text)
+
+
+def _down_ahead(
+    design: Design,
+    problem: Problem,
+    target: Target,
+    best: Config,
+    smem: int,
+    quantizer: QuantizerPlan,
+    forced: dict[str, int],
+) -> QuantizerPlan:
+    """``quantizer``, with LoRA-down left to CTAs of the gemm's launch where that is faster: then x
+    does not wait for it, and what the quantizer leaves of the SMs is the gemm's."""
+    asked = forced.get("down_ahead")
+    if asked not in (None, 0, budget.DOWN_AHEAD_CTAS):
+        raise ValueError(
+            f"jax_w4a4.plan: forced down_ahead is {asked}; expected 0 or {budget.DOWN_AHEAD_CTAS}"
+        )
+    if asked == 0:
+        return quantizer
+    why = _ahead_lacks(design, problem, best, quantizer)
+    down = None
+    if why is None:
+        down = budget.down_ahead(problem, design.threads, smem, target.sm_count)
+        why = "the gemm's shared memory is not enough" if down is None else None
+    if why is None and asked is None:
+        why = _ahead_loses(design, problem, target, best)
+    if why is not None:
+        if asked:
+            raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
+        return quantizer
+    head = quantizer.why.partition("; LoRA-down")[0]
+    text = f"{head}; LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
+    return dataclasses.replace(quantizer, down=down, why=text)
+
+
+def _ahead_lacks(
+    design: Design, problem: Problem, best: Config, quantizer: QuantizerPlan
+) -> str | None:
+    """Why LoRA-down can't be in the gemm's launch, None if it can."""
+    if not design.decode or quantizer.kernel != 5:
+        return "it is for sm90_decode behind quantizer 5"
+    if not 0 < problem.rank <= budget.DOWN_AHEAD_RANK:
+        return f"rank is {problem.rank}, it takes up to {budget.DOWN_AHEAD_RANK}"
+    if best.tile_m < budget.DOWN_AHEAD_LEAST_TILE_M:
+        return f"tile_m is {best.tile_m}, it takes {budget.DOWN_AHEAD_LEAST_TILE_M} and more"
+    return None
+
+
+def _ahead_loses(
+    design: Design, problem: Problem, target: Target, best: Config
+) -> str | None:
+    """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
+    (docs/notes.md, "LoRA-down in the gemm's launch")."""
+    if problem.k_pad < _LEAST_AHEAD_K:
+        return f"K is {problem.k_pad}, it is faster from {_LEAST_AHEAD_K} on"
+    ctas = _schedule(design, problem, best, target).tiles * best.cluster
+    ahead = budget.DOWN_AHEAD_CTAS
+    if -(-(ctas + ahead) // target.sm_count) > -(-ctas // target.sm_count):
+        return f"{ctas} CTAs leave no {ahead} of {target.sm_count} SMs"
+    return None
 
 
 def _down_cluster(problem: Problem, target: Target) -> int:

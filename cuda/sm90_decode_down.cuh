@@ -1,0 +1,117 @@
+// LoRA-down in the decode GEMM's launch: the CTAs ahead of the GEMM's divide K. All but the last leave their
+// sums in memory, and the last adds those to its own, in the order of the CTAs, and leaves lora_act. What
+// is not there yet is told from what is by its bits: the launch before fills both with kNotYet, a NaN that no
+// sum is. Every CTA waits for such of lower numbers only, which are dispatched no later: the launch ends on
+// any number of SMs.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "sm90_decode.h"
+#include "sm90_down_v2.cuh"
+#include "sm90_ptx.cuh"
+#include "sm90_watch.cuh"
+
+namespace jax_w4a4::sm90 {
+
+constexpr uint32_t kNotYet = 0xFFFFFFFF;
+
+struct DownAheadArgs : DownV2Args {
+  float* sums;  // (kDownAheadCtas - 1, M, R)
+  int ctas;     // kDownAheadCtas, or 0: lora_act is there already
+};
+
+__device__ __forceinline__ bool is_there(const uint4& v) {
+  return v.x != kNotYet && v.y != kNotYet && v.z != kNotYet && v.w != kNotYet;
+}
+
+// The launch before: a token's row of all that is to come, by one warp.
+__device__ __forceinline__ void fill_not_yet(float* sums, __nv_bfloat16* lora_act, int m, int rank, int token,
+                                             int lane) {
+  if (lane >= rank) return;
+#pragma unroll
+  for (int part = 0; part < kDownAheadCtas - 1; ++part) {
+    sums[(part * m + token) * rank + lane] = __uint_as_float(kNotYet);
+  }
+  if (lane < rank / 2) reinterpret_cast<uint32_t*>(lora_act + token * rank)[lane] = kNotYet;
+}
+
+__device__ __forceinline__ void add_sums(float4& sum, const uint4& bits) {
+  sum.x += __uint_as_float(bits.x);
+  sum.y += __uint_as_float(bits.y);
+  sum.z += __uint_as_float(bits.z);
+  sum.w += __uint_as_float(bits.w);
+}
+
+// One of the CTAs ahead of the GEMM's, with the roles of sm90_down_v2.
+template <int kThreads, int kLoadWarp>
+__device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t smem) {
+  constexpr int kProjectThreads = 128;
+  constexpr int kPitch = kDownPitch<1>;
+  const int part = blockIdx.x;
+  const int slice = (args.steps + kDownAheadCtas - 1) / kDownAheadCtas;
+  const int first = part * slice;
+  const int steps = max(0, min(slice, args.steps - first));
+  const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecodeDown));
+  const int thread = threadIdx.x;
+  const int warp = __shfl_sync(0xFFFFFFFFu, thread / 32, 0);
+  if (warp == kLoadWarp) {
+    if (elect_one()) {
+      prefetch_tensor_map(&args.x);
+      prefetch_tensor_map(&args.lora_down);
+      ring.init(kProjectThreads / 32);
+      fence_mbarrier_init();
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  if (thread < kProjectThreads) {
+    float acc[1][kDownAheadTokens / 2];
+    project<1, 1, kDownAheadTokens>(smem, ring, steps, 0, thread % 32, acc);
+    named_barrier_sync(1, kProjectThreads);
+    store_partial<1, 1, kDownAheadTokens>(smem, 0, warp, thread % 32, acc);
+  } else if (warp == kLoadWarp) {
+    if (elect_one()) load_down<1, kDownAheadTokens>(args, smem, ring, {0, args.m, 0}, first, steps);
+    __syncwarp();
+  }
+  __syncthreads();
+  // Until then the launch before may be filling what follows is written to.
+  grid_dependency_wait();
+  // Four ranks of a token at a time.
+  for (int i = thread; i < kDownAheadRank / 4 * args.m; i += kThreads) {
+    const int token = i / (kDownAheadRank / 4);
+    const int rank = i % (kDownAheadRank / 4) * 4;
+    if (rank >= args.rank) continue;
+    uint4 own = make_uint4(0, 0, 0, 0);
+    if (steps > 0) own = load_shared_v4(smem + (token * kPitch + rank) * 4);
+    const int place = token * args.rank + rank;
+    const int all = args.m * args.rank;
+    if (part < kDownAheadCtas - 1) {
+      store_relaxed_v4(args.sums + part * all + place, own);
+      continue;
+    }
+    uint4 others[kDownAheadCtas - 1];
+    watched_look(args, RingName::kDecodeLoraAct, [&] {
+      bool there = true;
+#pragma unroll
+      for (int p = 0; p < kDownAheadCtas - 1; ++p) {
+        others[p] = load_relaxed_v4(args.sums + p * all + place);
+      }
+#pragma unroll
+      for (const uint4& sums : others) there = there && is_there(sums);
+      return there;
+    });
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (const uint4& sums : others) add_sums(sum, sums);
+    add_sums(sum, own);
+    const __nv_bfloat162 lo = __floats2bfloat162_rn(sum.x, sum.y);
+    const __nv_bfloat162 hi = __floats2bfloat162_rn(sum.z, sum.w);
+    store_relaxed_v2(args.lora_act + place, reinterpret_cast<const uint32_t&>(lo),
+                     reinterpret_cast<const uint32_t&>(hi));
+  }
+}
+
+}  // namespace jax_w4a4::sm90
