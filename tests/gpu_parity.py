@@ -89,6 +89,7 @@ class Cell:
     group_m: int | None = None
     quantizer: int | None = None
     promote_k: int | None = None
+    down_ahead: int | None = None
     precision: str | None = None
     sign_order: str = "linear"  # "sorted": a prepared weight
 
@@ -102,7 +103,10 @@ class Cell:
     @property
     def choices(self) -> dict[str, int]:
         """What the cell forces of its plan."""
-        names = ("tile_m", "tile_n", "cluster", "main_stages", "group_m", "quantizer", "promote_k")
+        names = (
+            "tile_m", "tile_n", "cluster", "main_stages", "group_m", "quantizer", "promote_k",
+            "down_ahead",
+        )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -292,6 +296,15 @@ SCALES_IN_TURN = (
 )  # fmt: skip
 
 
+# (M, N, K, weight rows and CTAs of a tile): CTAs without a share of K, and shares that end inside a stage; a
+# full chip and several rounds of CTAs.
+DOWN_AHEAD = (
+    (17, 77, 8, 32, 1), (64, 264, 200, 64, 1), (33, 130, 520, 128, 2), (32, 3072, 1032, 24, 1),
+    (64, 4096, 4096, 32, 1), (63, 8192, 4128, 64, 1), (40, 4096, 14336, 64, 2), (61, 36864, 1280, 128, 1),
+    (48, 16384, 2056, 128, 1),
+)  # fmt: skip
+
+
 def decode_cells_of(path: str) -> Iterator[Cell]:
     """The sm90_decode cells of one path: every M once, what else there is cycling."""
     which = V2_PATHS[path]
@@ -362,6 +375,14 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
                     yield found
         for k in (31, 33, 100, 4097, 8200):
             yield cell(rank=32, m=13, n=200, k=k)
+        # LoRA-down in the gemm's launch and in the quantizer's, whatever the planner takes.
+        for m, n, k, tile_n, cluster in DOWN_AHEAD:
+            for ahead in (0, plan.budget.DOWN_AHEAD_CTAS):
+                found = cell(
+                    rank=(32, 16)[m % 2], m=m, n=n, k=k, tile_n=tile_n, cluster=cluster, down_ahead=ahead
+                )
+                if fits(found):
+                    yield found
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
             for m in (1, 16, 64):
                 yield cell(rank=32, m=m, n=n, k=k)
@@ -606,11 +627,11 @@ def problem_of(cell: Cell, spec: formats.Spec, n: int | None = None) -> plan.Pro
 # ------------------------------------------------------------------------------------------------
 
 
-def poison(aval: Any) -> jax.Array:
+def poison(aval: Any, byte: int = 0xFF) -> jax.Array:
     """A device array of this shape and dtype whose every byte is 0xFF: NaN in every float type."""
     dtype = np.dtype(aval.dtype)
     size = int(np.prod(aval.shape)) * dtype.itemsize
-    return jax.device_put(np.full(size, 255, np.uint8).view(dtype).reshape(aval.shape))
+    return jax.device_put(np.full(size, byte, np.uint8).view(dtype).reshape(aval.shape))
 
 
 class Poisoned:
@@ -631,10 +652,10 @@ class Poisoned:
         jitted = jax.jit(wrapped, donate_argnums=0, keep_unused=True)
         self.compiled = jitted.lower(self.avals, *args).compile()
 
-    def run(self) -> tuple[list[np.ndarray], bool]:
+    def run(self, byte: int = 0xFF) -> tuple[list[np.ndarray], bool]:
         """The results, and whether every one really came back in a poisoned buffer with no copy
         in the program that could have gone between."""
-        poisons = [poison(a) for a in self.avals]
+        poisons = [poison(a, byte) for a in self.avals]
         before = [p.unsafe_buffer_pointer() for p in poisons]
         results = self.compiled(poisons, *self.args)
         after = [r.unsafe_buffer_pointer() for r in results]
@@ -782,7 +803,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     args = (xj, *for_quantize, *for_gemm)
     program = Poisoned(fused, *args)
     first, poisoned = program.run()
-    again, _ = program.run()
+    # Other poison: 0xFF is also what kernels take for "not yet".
+    again, _ = program.run(0x7F)
     split, _ = Poisoned(halves, *args).run()
     y, xp, xs, la, *private = first
     v2 = plan.budget.DESIGNS[found.kernel].private_layout
@@ -835,7 +857,8 @@ def run_cell(cell: Cell, implementation: str | None = "cuda", model_rows: int = 
     finite = np.isfinite(x.astype(np.float32)).all(axis=1)
     nan_rows = np.isnan(x.astype(np.float32)).any(axis=1)
     if v2 and implementation == "cuda":
-        for name, (act, tokens, _) in (("x", private), ("the public layout", split[4:])):
+        # What follows a gemm's own is LoRA-down's, where that is in its launch.
+        for name, (act, tokens, _) in (("x", private[:3]), ("the public layout", split[4:])):
             if path.stage_groups:
                 tokens = tokens.reshape(spec.blocks, -1).T
             if tokens.size:
