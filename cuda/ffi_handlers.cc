@@ -1116,7 +1116,8 @@ Error GemmImpl(cudaStream_t stream, AnyBuffer act, AnyBuffer act_scale,
                AnyBuffer weight, AnyBuffer weight_scale,
                AnyBuffer weight_global_scale, AnyBuffer lora_up,
                AnyBuffer channel_scale, AnyBuffer bias,
-               AnyBuffer scale_range, Result out, ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
+               AnyBuffer scale_range, Result out, ffi::RemainingRets rets,
+               PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   const GemmBuffers b = {
       act,    act_scale,    act_global_scale,    lora_act,
@@ -1156,7 +1157,8 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
                  AnyBuffer weight, AnyBuffer weight_scale,
                  AnyBuffer weight_global_scale, AnyBuffer lora_up,
                  AnyBuffer channel_scale, AnyBuffer bias,
-                 AnyBuffer scale_range, Result out, ffi::RemainingRets rets, PlanAttrs plan, SpecAttrs spec) {
+                 AnyBuffer scale_range, Result out, ffi::RemainingRets rets,
+                 PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   std::vector<AnyBuffer> r;
   W4A4_RETURN_IF_ERROR(CheckAttrs(plan, spec));
@@ -1194,7 +1196,8 @@ Error GroupedImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer bounds,
                   AnyBuffer lora_down, AnyBuffer weight, AnyBuffer weight_scale,
                   AnyBuffer weight_global_scale, AnyBuffer lora_up,
                   AnyBuffer channel_scale, AnyBuffer bias,
-                  AnyBuffer scale_range, Result out, Result lora_act, Result act, Result token_scale, Result rows,
+                  AnyBuffer scale_range, Result out, Result lora_act, Result act,
+                  Result token_scale, Result rows,
                   Result table, PlanAttrs plan, SpecAttrs spec) {
   CountCall(stream);
   const GroupedBuffers b = {

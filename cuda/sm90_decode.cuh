@@ -386,8 +386,7 @@ struct Extremes {
   int most, least;
 };
 
-// By the lanes of a row, this one being `lane` of kLanes; all of them get it. Bytes are compared as the
-// upper halves of 16 bits, where the lower ones do not matter.
+// By the lanes of a row, this one being `lane` of kLanes; all of them get it.
 template <Format kFormat, int kLanes>
 __device__ __forceinline__ Extremes find_extremes(const DecodeArgs& args, const ScaleShare& share,
                                                   uint32_t smem, int row, int lane) {
@@ -401,8 +400,8 @@ __device__ __forceinline__ Extremes find_extremes(const DecodeArgs& args, const 
     for (int i = 0; i < 4; ++i) {
       if (piece * 16 + 4 * i >= bytes) continue;
       const uint32_t word = words[i] & kBytes;
-      most = __vmaxu2(most, __vmaxu2(word, word << 8));
-      if (kFormat == Format::kMxfp4) least = __vminu2(least, __vminu2(word, word << 8));
+      most = larger_bytes(most, word);
+      if (kFormat == Format::kMxfp4) least = smaller_bytes(least, word);
     }
   }
   // One number whose halves grow.

@@ -1,6 +1,7 @@
 // LoRA-down of the v2 path: lora_act (M, R) = x (M, K) lora_down (K, R), bf16 with fp32 sums.
 //
-// A cluster takes 72 tokens, or 16 where groups are small (kTokens), and splits K between its CTAs. Roles in a CTA:
+// A cluster takes 72 tokens, or 16 where groups are small (kTokens), and splits K between its CTAs. Roles in
+// a CTA:
 //   load     one thread fills a ring of 64-k stages: x, then one box of 64 ranks per rank tile
 //   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
 // Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
@@ -174,7 +175,8 @@ __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp
 // Four ranks per thread.
 template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem,
-                                             const DownTile& tile, int rank, int active, int thread, int threads) {
+                                             const DownTile& tile, int rank, int active, int thread,
+                                             int threads) {
   constexpr int kQuads = 16 * kRankTiles;
   const int share = (kTokens + args.cluster - 1) / args.cluster;
   const int first = rank * share;
@@ -239,7 +241,9 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
     __syncwarp();
   }
   cluster_sync();
-  if (thread < kThreads) add_partials<kRankTiles, kTokens>(args, smem, tile, rank, active, thread, kThreads);
+  if (thread < kThreads) {
+    add_partials<kRankTiles, kTokens>(args, smem, tile, rank, active, thread, kThreads);
+  }
   // Peers read this CTA's partial sums until they are through.
   cluster_sync();
 }

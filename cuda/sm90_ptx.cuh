@@ -253,7 +253,7 @@ __device__ __forceinline__ uint4 load_nc_v4(const void* p) {
   return v;
 }
 
-// Element `index` of an array that may be absent. Without a branch, at whose end the value would be waited for.
+// Element `index` of an array that may be absent. Without a branch, at whose end it would be waited for.
 __device__ __forceinline__ float load_nc_or(const float* array, int index, float otherwise) {
   float v;
   asm volatile(

@@ -70,7 +70,9 @@ inline int prepare_ctas(GemmV2Path path, const RowInputsArgs& args, int threads)
   const int blocks = args.scale_blocks;
   const bool integers = path == GemmV2Path::kInt4Row || path == GemmV2Path::kInt4Group64 ||
                         path == GemmV2Path::kInt4Group128;
-  const int64_t rows = integers || args.scale_range ? threads : PrepareWarpRows(path != GemmV2Path::kInt4Scaled, blocks) * (threads / 32);
+  const bool looks = !integers && args.scale_range == nullptr;
+  const int64_t rows =
+      looks ? PrepareWarpRows(path != GemmV2Path::kInt4Scaled, blocks) * (threads / 32) : threads;
   return static_cast<int>((n + rows - 1) / rows);
 }
 
@@ -166,15 +168,23 @@ __device__ __forceinline__ void write_row_inputs(const RowInputsArgs& args, int 
   args.rows[row] = row_inputs<kFormat>(args.rounded, row_factors(args, row), largest);
 }
 
-// The largest of sixteen one-byte scales: bytes are compared as the upper halves of 16 bits, where the lower
-// ones do not matter.
+// Bytes 1 and 3 of the result are the larger, or smaller, of theirs and of the word's: bytes are compared as
+// the upper halves of 16 bits, where the lower ones do not matter.
+__device__ __forceinline__ uint32_t larger_bytes(uint32_t most, uint32_t word) {
+  return __vmaxu2(most, __vmaxu2(word, word << 8));
+}
+__device__ __forceinline__ uint32_t smaller_bytes(uint32_t least, uint32_t word) {
+  return __vminu2(least, __vminu2(word, word << 8));
+}
+
+// The largest of sixteen one-byte scales.
 template <Format kFormat>
 __device__ __forceinline__ int largest_of(const uint4& v) {
   constexpr uint32_t kBytes = kScaleMask<kFormat> * 0x01010101u;
   uint32_t largest = 0;
 #pragma unroll
   for (uint32_t word : {v.x & kBytes, v.y & kBytes, v.z & kBytes, v.w & kBytes}) {
-    largest = __vmaxu2(largest, __vmaxu2(word, word << 8));
+    largest = larger_bytes(largest, word);
   }
   return static_cast<int>(max(largest >> 24, largest >> 8 & 0xFF));
 }

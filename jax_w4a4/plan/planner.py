@@ -862,9 +862,7 @@ def _ahead_lacks(
     return None
 
 
-def _ahead_loses(
-    design: Design, problem: Problem, target: Target, best: Config
-) -> str | None:
+def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config) -> str | None:
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     if problem.k_pad < _LEAST_AHEAD_K:
