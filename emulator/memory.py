@@ -75,8 +75,9 @@ class Allocation:
 
 
 class Relaxed:
-    """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order between
-    them may read these with loads of the same kind, and find what was there before for a while."""
+    """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order
+    between them may read these with loads of the same kind, and find what was there before for a
+    while."""
 
     def __init__(self, found: Allocation):
         self.stored = np.zeros(found.data.size, bool)
@@ -88,7 +89,9 @@ class Relaxed:
         self.before[places] = found.data[places]
         self.stored[places] = relaxed
 
-    def view(self, w: Any, found: Allocation, places: list, dtype: np.dtype, foreign: np.ndarray) -> list:
+    def view(
+        self, w: Any, found: Allocation, places: list, dtype: np.dtype, foreign: np.ndarray
+    ) -> list:
         """What a load of elements at `places` finds, lanes `foreign` of other CTAs' stores."""
         machine = w.cluster.machine
         new, old = found.views[_NAMES[dtype]], self.before.view(dtype)
@@ -141,7 +144,13 @@ class GlobalMemory:
         return lo, hi, active
 
     def load(
-        self, w: Any, address: np.ndarray, mask: Any, dtype: np.dtype, count: int, relaxed: bool = False
+        self,
+        w: Any,
+        address: np.ndarray,
+        mask: Any,
+        dtype: np.dtype,
+        count: int,
+        relaxed: bool = False,
     ) -> list:
         """`count` consecutive elements per lane, an array for each."""
         dtype = np.dtype(dtype)
@@ -176,7 +185,9 @@ class GlobalMemory:
             if relaxed and item == 4 and found.relaxed is not None:
                 stored = found.relaxed.stored[offset]
                 self._check_writers(w, found, np.where(stored, 0, writers), "reads")
-                foreign = stored & (writers > 0) & ((writers - 1) // w.cluster.size != w.cluster.number)
+                foreign = (
+                    stored & (writers > 0) & ((writers - 1) // w.cluster.size != w.cluster.number)
+                )
                 if foreign.any():
                     return found.relaxed.view(w, found, places, dtype, foreign)
             self._check_writers(w, found, writers, "reads")

@@ -845,8 +845,8 @@ def _down_ahead(
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
     head = quantizer.why.partition("; LoRA-down")[0]
-    text = f"{head}; LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
-    return dataclasses.replace(quantizer, down=down, why=text)
+    text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
+    return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
 
 
 def _ahead_lacks(
@@ -862,9 +862,7 @@ def _ahead_lacks(
     return None
 
 
-def _ahead_loses(
-    design: Design, problem: Problem, target: Target, best: Config
-) -> str | None:
+def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config) -> str | None:
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     if problem.k_pad < _LEAST_AHEAD_K:
