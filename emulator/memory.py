@@ -75,8 +75,9 @@ class Allocation:
 
 
 class Relaxed:
-    """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order between
-    them may read these with loads of the same kind, and find what was there before for a while."""
+    """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order
+    between them may read these with loads of the same kind, and find what was there before for a
+    while."""
 
     def __init__(self, found: Allocation):
         self.stored = np.zeros(found.data.size, bool)

@@ -595,8 +595,8 @@ def _quantizer_title(plan: Plan) -> str:
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
     if d.ahead:
         return (
-            f"{title}; LoRA-down on {d.ahead} CTAs of the gemm's launch ({d.stages} stages of 64 k, "
-            f"{d.smem_bytes} B shared memory)"
+            f"{title}; LoRA-down on {d.ahead} CTAs of the gemm's launch ({d.stages} stages of 64 "
+            f"k, {d.smem_bytes} B shared memory)"
         )
     if q.kernel == 5:
         ranks = budget.decode_down_ranks(q.warps)

@@ -268,5 +268,33 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(t.total_flops, 2 * 4352 * 3840 * 128)
 
 
+class DownAheadTest(parameterized.TestCase):
+    """LoRA-down in the decode GEMM's launch: its ring takes what that GEMM's CTAs have."""
+
+    STAGE = 72 * 128 + 64 * 128  # 64 k: x of 64 tokens in a slot for 72, a box of 64 ranks
+
+    @parameterized.parameters(
+        # Bytes of the GEMM, stages: two at least, sixteen at most, none in between lost.
+        (2 * STAGE + 32, 2), (3 * STAGE + 47, 2), (3 * STAGE + 48, 3), (232448, 13),
+        (16 * STAGE + 256, 16), (20 * STAGE, 16),
+    )  # fmt: skip
+    def test_stages(self, smem, stages):
+        down = budget.down_ahead(problem(m=64, rank=32), 640, smem, 132)
+        self.assertEqual((down.stages, down.off_barriers), (stages, stages * self.STAGE))
+        self.assertEqual(down.smem_bytes, stages * (self.STAGE + 16))
+        self.assertLessEqual(down.smem_bytes, smem)
+        # The partial sums of 64 tokens and ranks lie over the ring, in front of its barriers.
+        self.assertGreaterEqual(down.off_barriers, 64 * (64 + 4) * 4)
+        self.assertEqual((down.ahead, down.rows, down.cluster, down.threads), (4, 64, 1, 640))
+
+    def test_too_little_shared_memory(self):
+        self.assertIsNone(budget.down_ahead(problem(m=64, rank=32), 640, 2 * self.STAGE + 31, 132))
+
+    @parameterized.parameters((64, 132, 68), (17, 132, 115), (64, 60, 0))
+    def test_as_many_begin_early_as_the_quantizer_leaves_sms(self, m, sm_count, early):
+        down = budget.down_ahead(problem(m=m, rank=16), 640, 1 << 17, sm_count)
+        self.assertEqual(down.early, early)
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -1051,6 +1051,83 @@ class DecodePlanChecks(PlanCase):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
             self.compile(plan_attrs, spec_attrs)()
 
+    @parameterized.product(path=PATHS, rank=(16, 32), cluster=(1, 2))
+    def test_every_plan_with_low_rank_down_in_the_launch_is_accepted(self, path, rank, cluster):
+        format, mode = path
+        forced = {"cluster": cluster, "down_ahead": 4}
+        for tile_n, m, k in itertools.product((8, 40, 64, 128), (17, 33, 64), (1056, 8704)):
+            with self.subTest(tile_n=tile_n, m=m, k=k):
+                try:
+                    attrs = self.decode_attrs(format, rank, k, mode, m, tile_n=tile_n, **forced)
+                except plan.DoesNotFitError:
+                    continue
+                self.assertEqual(attrs[0]["down_ahead"], 4)
+                self.compile(*attrs, rank)()
+
+    @parameterized.parameters(
+        ("down_ahead", 2, "LoRA-down 2 CTAs of the gemm's launch of tile_m 32"),
+        ("down_ahead", 8, "LoRA-down 8 CTAs .* it needs 4 of tile_m 32 to 64"),
+        # Not ahead: what quantizer 5's own LoRA-down must not have.
+        ("down_ahead", 0, "LoRA-down cluster 1"),
+        ("down_cluster", 0, "in clusters of 0"),
+        ("down_cluster", 8, "in clusters of 8"),
+        ("down_stages", 0, ", 0 stages"),
+        ("down_stages", 1, ", 1 stages"),
+        ("down_stages", 17, ", 17 stages, .* cluster 1, 2..16 stages"),
+        ("off_down_barriers", 0, "barriers at 0 of"),
+        ("off_down_barriers", lambda a: a["off_down_barriers"] - 8, "barriers behind .* of ring"),
+        ("off_down_barriers", lambda a: a["off_down_barriers"] + 4, "barriers at"),
+        ("off_down_barriers", lambda a: a["off_down_barriers"] + 8, "barriers at"),
+        ("down_smem_bytes", lambda a: a["down_smem_bytes"] - 1, "barriers at"),
+        ("down_smem_bytes", lambda a: a["smem_bytes"] + 1, "of the gemm's"),
+        ("down_smem_bytes", 0, "of 0 of the gemm's"),
+    )
+    def test_low_rank_down_in_the_launch_that_cannot_be_is_refused(self, key, value, text):
+        plan_attrs, spec_attrs = self.decode_attrs(m=17, tile_n=64, cluster=1, down_ahead=4)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs[key] = value(plan_attrs) if callable(value) else value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_partial_sums_lie_in_front_of_the_barriers(self):
+        """Of a ring of two stages, which is the shortest, too: it is longer than they are."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=17, tile_n=64, cluster=1, down_ahead=4)
+        stage = 72 * 128 + 64 * 128
+        plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
+        self.compile(plan_attrs, spec_attrs)()
+        self.assertGreater(2 * stage, 64 * (64 + 4) * 4)
+
+    @parameterized.parameters((48, "at rank 48; .* rank up to 32"), (0, "at rank 0"))
+    def test_ranks_that_low_rank_down_in_the_launch_lacks(self, rank, text):
+        plan_attrs, spec_attrs = self.decode_attrs(m=17, tile_n=64, cluster=1, down_ahead=4)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs, rank)()
+
+    def test_low_rank_down_in_the_launch_of_few_tokens(self):
+        """The kernels for up to 16 tokens have no code for it."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=16, tile_n=64, cluster=1)
+        ahead, _ = self.decode_attrs(m=17, tile_n=64, cluster=1, down_ahead=4)
+        names = ("down_cluster", "down_stages", "down_smem_bytes", "off_down_barriers")
+        plan_attrs.update({name: ahead[name] for name in (*names, "down_ahead", "down_early")})
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "launch of tile_m 16"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    @parameterized.parameters(1, 2)
+    def test_low_rank_down_in_the_launch_behind_another_quantizer(self, quantizer):
+        """Only quantizer 5 fills what its CTAs wait for."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=17, tile_n=64, cluster=1, quantizer=quantizer)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs["down_ahead"] = 4
+        text = f"LoRA-down 4 CTAs of the gemm's launch behind quantizer {quantizer}; it needs"
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"FAILED_PRECONDITION.*{text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_low_rank_down_in_the_launch_of_another_kernel(self):
+        plan_attrs, spec_attrs = self.v2_attrs(tile_m=64)
+        plan_attrs["down_ahead"] = 4
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "behind quantizer 2; it needs"):
+            self.compile(plan_attrs, spec_attrs)()
+
     def test_quantizer_five_before_another_kernel(self):
         plan_attrs, spec_attrs = self.v2_attrs(tile_m=64)
         plan_attrs["q_kernel"] = 5

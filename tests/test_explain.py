@@ -106,6 +106,20 @@ class ShapeTest(parameterized.TestCase):
         moved = dict(found.calls[0].gemm.traffic.bytes)
         self.assertEqual(moved["activations"] + moved["activation scales"], activation)
 
+    @parameterized.parameters(
+        (64, "LoRA-down on 4 CTAs of the gemm's launch (10 stages of 64 k, 174240 B shared"),
+        (16, "and LoRA-down (16 rows and 16 ranks per 8 CTAs) in one launch"),
+    )
+    def test_where_low_rank_down_runs(self, m, where):
+        """sm90_decode: the launch that has it, and the reason for the quantizer says the same."""
+        (call,) = explain((m, 4096, 4096), rank=32, format="mxfp4", target="sm_90").calls
+        ahead = "LoRA-down by 4 CTAs of the gemm's launch, ahead of the others"
+        text = str(call)
+        self.assertIn("kernel sm90_decode", text)
+        self.assertIn(where, text)
+        self.assertIn(call.plan.quantizer.why, text)
+        self.assertEqual(ahead in text, m == 64)
+
     def test_shared_activation_on_the_prefill_kernel(self):
         """The gemm of a ready activation owes nothing to the quantizer that its plan names."""
         found = explain(

@@ -160,7 +160,7 @@ class Sm90V1Test(parameterized.TestCase):
         self.assertEqual(
             list(attrs.items()),
             [
-                ("schema", 3),
+                ("schema", 4),
                 ("kernel", 1),
                 ("cc", 90),
                 ("tile_m", 64),
@@ -205,6 +205,8 @@ class Sm90V1Test(parameterized.TestCase):
                 ("down_stages", 0),
                 ("down_smem_bytes", 0),
                 ("off_down_barriers", 0),
+                ("down_ahead", 0),
+                ("down_early", 0),
             ],
         )
 
@@ -397,10 +399,70 @@ class Sm90DecodeTest(parameterized.TestCase):
     )  # fmt: skip
     def test_down_divides_long_k_among_more_ctas_while_all_run(self, m, k, rank, cluster):
         p = dataclasses.replace(problem(m=m, k=-(-k // 32) * 32, format="mxfp4", rank=rank), k=k)
-        solved = plan.solve(p, "sm_90")
+        solved = plan.solve(p, "sm_90", down_ahead=0)
         down = solved.quantizer.down
         self.assertEqual(solved.ffi_attrs()["down_cluster"], cluster)
         self.assertEqual(down.cluster if down else 0, cluster)
+
+    @parameterized.parameters(
+        # What is not said is M = 64, N = K = 4096, rank 32.
+        ({}, 4), ({"m": 17}, 4), ({"m": 33, "rank": 16}, 4), ({"format": "nvfp4"}, 4),
+        ({"m": 16}, 0), ({"rank": 48}, 0), ({"rank": 256}, 0), ({"k": 4064}, 0), ({"k": 4128}, 4),
+        # Two CTAs per tile; tiles that leave exactly four SMs of the wave, and none.
+        ({"n": 1024, "k": 8192}, 4), ({"n": 16384}, 4), ({"n": 16896}, 0), ({"n": 17408}, 4),
+        ({"x_dtype": "float32"}, 0),
+    )  # fmt: skip
+    def test_down_is_ahead_where_that_is_faster(self, changes, ahead):
+        solved = self.solve(**{"m": 64} | changes)
+        self.assertEqual(solved.kernel, "sm90_decode")
+        attrs, down = solved.ffi_attrs(), solved.quantizer.down
+        self.assertEqual((attrs["down_ahead"], down.ahead if down else 0), (ahead, ahead))
+        text = "; LoRA-down by 4 CTAs of the gemm's launch, ahead of the others"
+        self.assertEqual(solved.quantizer.why.endswith(text), ahead > 0)
+        self.assertLessEqual(solved.quantizer.why.count("LoRA-down"), 1)
+
+    def test_down_is_ahead_where_it_is_forced(self):
+        """Also where it is not taken to be faster, and not where it is, if that is forced."""
+        for m, k, n in ((17, 32, 8), (64, 4064, 4096), (64, 4096, 16896)):
+            solved = self.solve(m=m, n=n, k=k, forced={"down_ahead": 4}.items())
+            self.assertEqual(solved.ffi_attrs()["down_ahead"], 4)
+        solved = self.solve(m=64, forced={"down_ahead": 0}.items())
+        self.assertEqual(solved.ffi_attrs()["down_ahead"], 0)
+        self.assertEqual(solved.ffi_attrs()["down_cluster"], 8)
+        # Elsewhere there is nothing to leave.
+        self.assertEqual(self.solve(m=4352, forced={"down_ahead": 0}.items()).kernel, "sm90_v2")
+
+    @parameterized.parameters(
+        ({"down_ahead": 2}, {}, "forced down_ahead is 2; expected 0 or 4"),
+        ({}, {"rank": 0}, "down_ahead=4 cannot take this problem: rank is 0, it takes up to 32"),
+        ({}, {"rank": 48}, "down_ahead=4 cannot take this problem: rank is 48, it takes up to 32"),
+        ({}, {"m": 16}, "tile_m is 16, it takes 32 and more"),
+        ({"tile_m": 8}, {"m": 8}, "tile_m is 8, it takes 32 and more"),
+        ({"quantizer": 2}, {}, "it is for sm90_decode behind quantizer 5"),
+        ({"quantizer": 1}, {}, "it is for sm90_decode behind quantizer 5"),
+        ({}, {"x_dtype": "float32"}, "it is for sm90_decode behind quantizer 5"),
+        ({}, {"m": 4352}, "it is for sm90_decode behind quantizer 5"),
+    )  # fmt: skip
+    def test_down_ahead_of_what_it_lacks(self, forced, changes, text):
+        with self.assertRaisesRegex(ValueError, rf"jax_w4a4\.plan: .*{text}"):
+            self.solve(**{"m": 64} | changes, forced=({"down_ahead": 4} | forced).items())
+
+    @parameterized.parameters((17, 32, 115), (64, 4096, 68))
+    def test_ffi_attrs_of_down_ahead(self, m, n, early):
+        """The ring of 64 k, the partial sums over it, barriers behind it; what begins early leaves
+        an SM for each token's CTA of the quantizer."""
+        solved = self.solve(m=m, n=n, forced={"down_ahead": 4}.items())
+        attrs = solved.ffi_attrs()
+        stages = min(16, solved.smem_bytes // (72 * 128 + 64 * 128 + 16))
+        expected = {
+            "schema": 4, "q_kernel": 5, "down_cluster": 1, "down_stages": stages,
+            "off_down_barriers": stages * (72 * 128 + 64 * 128),
+            "down_smem_bytes": stages * (72 * 128 + 64 * 128 + 16),
+            "down_ahead": 4, "down_early": early,
+        }  # fmt: skip
+        self.assertEqual({key: attrs[key] for key in expected}, expected)
+        self.assertLessEqual(attrs["down_smem_bytes"], attrs["smem_bytes"])
+        self.assertGreaterEqual(attrs["off_down_barriers"], 64 * 68 * 4)
 
     def test_quantizer_five_is_its_own(self):
         with self.assertRaisesRegex(ValueError, "quantizer 5 belongs to sm90_decode"):
@@ -419,6 +481,20 @@ class Sm90DecodeTest(parameterized.TestCase):
                 ("rows", (0, 4)),
             ],
         )
+
+    @parameterized.parameters((17, 16), (64, 32))
+    def test_workspace_of_down_ahead(self, m, rank):
+        """Sums of all CTAs but the last; only the whole operator's, whose quantizer fills them."""
+        solved = self.solve(m=m, rank=rank)
+        buffers = solved.workspace(m, "matmul")
+        self.assertEqual(
+            [(b.name, b.shape, b.dtype) for b in buffers if b.name in ("lora_act", "down_sums")],
+            [("lora_act", (m, rank), "bfloat16"), ("down_sums", (3 * m, rank), "float32")],
+        )
+        self.assertEqual(buffers[-1].name, "down_sums")
+        self.assertNotIn("down_sums", [b.name for b in solved.workspace(m, "gemm")])
+        without = self.solve(m=m, rank=rank, forced={"down_ahead": 0}.items())
+        self.assertEqual(without.workspace(m, "matmul"), buffers[:-1])
 
 
 class Sm90V2Test(parameterized.TestCase):

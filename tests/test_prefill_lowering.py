@@ -1,4 +1,5 @@
-"""What a call becomes when the plan's kernel is sm90_v2: workspace, FFI call, reference."""
+"""What a call becomes when the plan's kernel has a layout of its own: workspace, FFI call,
+reference."""
 
 import re
 
@@ -50,6 +51,23 @@ class PrefillLoweringTest(parameterized.TestCase):
             ["512x24xbf16", "0x48xui8", "0x3xf8E8M0FNU", "512x16xbf16", "512x128xui8"]
             + [f"{tokens}xf32", "24x4xf32"],
         )
+
+    @parameterized.parameters(64, 16)
+    def test_low_rank_down_in_the_gemms_launch(self, m):
+        """sm90_decode with more than 16 rows: sums of LoRA-down are a result of the call too."""
+        k = 4096
+        x = cases.activation(m, k, dtype="bfloat16")
+        w = cases.weight(N, k, "mxfp4", rank=RANK)
+        line = call_line(cuda_text(matmul, x, w), "matmul")
+        attrs = self.planned(line)
+        self.assertEqual((attrs["kernel"], attrs["q_kernel"]), (4, 5))
+        self.assertEqual(attrs["down_ahead"], 4 if m > 16 else 0)
+        sums = [f"{3 * m}x{RANK}xf32"] if m > 16 else []
+        types = result_types(line)
+        self.assertEqual(types[:5] + types[7:], [
+            f"{m}x{N}xbf16", "0x2048xui8", "0x128xf8E8M0FNU", f"{m}x{RANK}xbf16", f"{m}x4096xui8",
+            *sums,
+        ])  # fmt: skip
 
     def test_kernel_by_name(self):
         """The simple kernel stays selectable where the planner would not take it."""
@@ -154,6 +172,25 @@ class ReferenceTest(parameterized.TestCase):
         np.testing.assert_array_equal(got[0], want[0])
         self.assertLen(got, 7)
         for array, buffer in zip(got[1:], found.workspace(M, "matmul"), strict=True):
+            self.assertEqual((array.shape, array.dtype.name), (buffer.shape, buffer.dtype))
+
+    @parameterized.parameters(True, False)
+    def test_same_product_with_low_rank_down_in_the_gemms_launch(self, jit):
+        m, k = 17, 4096
+        x = cases.activation(m, k, dtype="bfloat16")
+        w = cases.weight(N, k, "mxfp4", rank=RANK)
+        spec = w.spec("bfloat16")
+        found = plan.solve(primitives._problem(spec, m, N, RANK, "bfloat16"), "sm_90")
+        self.assertEqual(found.ffi_attrs()["down_ahead"], 4)
+
+        def call(*ops, plan):
+            return primitives.matmul_p.bind(*ops, spec=spec, plan=plan, implementation=None)
+
+        run = jax.jit(call, static_argnames="plan") if jit else call
+        got = run(x, *operands(w, x)[1:], plan=found)
+        np.testing.assert_array_equal(got[0], run(x, *operands(w, x)[1:], plan=None)[0])
+        self.assertEqual(got[-1].shape, (3 * m, RANK))
+        for array, buffer in zip(got[1:], found.workspace(m, "matmul"), strict=True):
             self.assertEqual((array.shape, array.dtype.name), (buffer.shape, buffer.dtype))
 
 

@@ -845,8 +845,8 @@ def _down_ahead(
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
     head = quantizer.why.partition("; LoRA-down")[0]
-    text = f"{head}; LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
-    return dataclasses.replace(quantizer, down=down, why=text)
+    text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
+    return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
 
 
 def _ahead_lacks(
