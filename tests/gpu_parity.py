@@ -296,12 +296,12 @@ SCALES_IN_TURN = (
 )  # fmt: skip
 
 
-# (M, N, K, weight rows and CTAs of a tile): CTAs without a share of K, and shares that end inside a stage; a
-# full chip and several rounds of CTAs.
+# (M, N, K, weight rows and CTAs of a tile): CTAs without a share of K, and shares that end inside a
+# stage; a full chip and several rounds of CTAs.
 DOWN_AHEAD = (
     (17, 77, 8, 32, 1), (64, 264, 200, 64, 1), (33, 130, 520, 128, 2), (32, 3072, 1032, 24, 1),
-    (64, 4096, 4096, 32, 1), (63, 8192, 4128, 64, 1), (40, 4096, 14336, 64, 2), (61, 36864, 1280, 128, 1),
-    (48, 16384, 2056, 128, 1),
+    (64, 4096, 4096, 32, 1), (63, 8192, 4128, 64, 1), (40, 4096, 14336, 64, 2),
+    (61, 36864, 1280, 128, 1), (48, 16384, 2056, 128, 1),
 )  # fmt: skip
 
 
