@@ -18,6 +18,7 @@ kernel, which reads the results, is among them.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -53,22 +54,48 @@ def layers_of(shape: Shape) -> int:
     return min(64, max(16, round(STACK_BYTES / (shape.n * shape.k * 17 / 32))))
 
 
-def with_one_x(sets: list[tuple]) -> list[tuple]:
-    """The operand sets (x, w), all with the x of the first."""
-    return [(sets[0][0], w) for _, w in sets]
+# The weights of each route's last stack: making them takes longer than timing them for another M.
+_stacks: dict[str, tuple[tuple, list]] = {}
+
+
+def stack(route: str, shape: Shape, layers: int, make: Callable[[jax.Array], jax.Array]) -> list:
+    """What `make` makes of the keys of a stack's layers."""
+    what = (shape.k, shape.n, shape.rank, layers)
+    if _stacks.get(route, ((), []))[0] != what:
+        _stacks.pop(route, None)  # first, or there are two of them
+        made = jax.jit(make)
+        keys = jax.random.split(jax.random.key(0), layers)
+        _stacks[route] = what, [made(key) for key in keys]
+    return _stacks[route][1]
+
+
+def with_one_x(shape: Shape, weights: list) -> list[tuple]:
+    """The operand sets (x, w) of a stack."""
+    x = jax.random.normal(jax.random.key(1), (shape.m, shape.k), jnp.bfloat16)
+    return [(x, w) for w in weights]
 
 
 def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
-    keys = jax.random.split(jax.random.key(0), layers + 1)
-    x = jax.random.normal(keys[0], (shape.m, shape.k), jnp.bfloat16)
-    sets = [(x, jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16)) for key in keys[1:]]
-    return timing.jax_turns(lambda x, w: jnp.einsum("mk,nk->mn", x, w), sets, turns)
+    weights = stack(
+        cases.BASE,
+        shape,
+        layers,
+        lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16),
+    )
+    call = lambda x, w: jnp.einsum("mk,nk->mn", x, w)  # noqa: E731
+    return timing.jax_turns(call, with_one_x(shape, weights), turns)
 
 
 def ours(layer: cases.Layer, shape: Shape, layers: int, turns: int) -> timing.Chain:
-    make = jax.jit(lambda key: cases.random_layer(key, shape, layer))
-    sets = with_one_x([make(key) for key in jax.random.split(jax.random.key(0), layers)])
-    return timing.jax_turns(lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul), sets, turns)
+    one_row = dataclasses.replace(shape, m=1)
+    weights = stack(
+        f"{layer.name} {layer.prepared}",
+        shape,
+        layers,
+        lambda key: cases.random_layer(key, one_row, layer)[1],
+    )
+    call = lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul)  # noqa: E731
+    return timing.jax_turns(call, with_one_x(shape, weights), turns)
 
 
 def peer(build: Callable[..., timing.Chain], shape: Shape, layers: int, turns: int) -> timing.Chain:
