@@ -434,8 +434,9 @@ Error CheckPrivate(const PrivateBuffers& b, int64_t m, int64_t n,
   }
   const int64_t tokens =
       GemmV2Tokens(plan.V2Path(), m, plan.tile_m, spec.k_pad);
+  const int64_t rows = plan.IsDecode() ? DecodeActRows(m, plan.tile_m) : m;
   W4A4_RETURN_IF_ERROR(Check("act", b.act, {DataType::U8},
-                             {m, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
+                             {rows, GemmV2ActBytes(plan.V2Path(), spec.k_pad)}));
   W4A4_RETURN_IF_ERROR(
       Check("token_scale", b.token_scale, {DataType::F32}, {tokens}));
   // sm90_decode works them out itself.
@@ -645,6 +646,7 @@ Error Decode(cudaStream_t stream, const QuantizeBuffers* q, const GemmBuffers& b
              int device) {
   DecodeParams p = {};
   p.act = w.act.untyped_data();
+  p.act_rows = Dim(w.act, 0);
   p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
   p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
   p.row_inputs = WeightRows(b, w, Dim(b.weight, 0));

@@ -83,7 +83,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
     d.off_barriers = p.off_down_barriers;
     d.ctas = kDownAheadCtas;
     a.early_ctas = p.early_ctas;
-    maps.Encode("x", &d.x, {p.x, p.m, p.k, bf16, 2}, kDownAheadTokens,
+    maps.Encode("x", &d.x, {p.x, p.m, p.k, bf16, 2}, a.m,
                 sm90::kDownStageK, swizzle);
     maps.Encode("lora_down", &d.lora_down, {p.lora_down, p.k, p.rank, bf16, 2},
                 sm90::kDownStageK, 64, swizzle);
@@ -93,7 +93,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   const int piece = sm90::kBoxBytes / width;
   maps.EncodePieces(
       "activation", &a.act,
-      {p.act, p.m, columns,
+      {p.act, p.act_rows, columns,
        width == 1 ? u8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, width},
       tile_m, piece, DecodeTileK(p.tile_n) / piece, swizzle);
   a.scale_map = DecodeScaleMap(path, p.tile_n, p.k_pad, p.splits);

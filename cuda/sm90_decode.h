@@ -121,8 +121,15 @@ struct DecodeSmem {
   int stage_bytes, total_bytes;
 };
 
+// Rows of activations that the kernel reads, those past m whatever they are. Rows
+// that lie past a matrix, which the copy engine makes zeros of, take it longer.
+constexpr int64_t DecodeActRows(int64_t m, int64_t tile_m) {
+  return tile_m > 16 ? tile_m : m;
+}
+
 struct DecodeParams {
-  const void* act;            // (m, GemmV2ActBytes), private layout of GEMM v2
+  const void* act;            // (act_rows, GemmV2ActBytes), private layout of GEMM v2
+  int64_t act_rows;           // DecodeActRows(m, tile_m)
   const float* token_scale;   // (m,), paths that have one
   const uint8_t* weight;      // (n, k_pad / 2)
   WeightRowParams row_inputs;  // `rows` is not used

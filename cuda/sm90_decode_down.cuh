@@ -52,8 +52,8 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
   constexpr int kPitch = kDownPitch<1>;
   const int part = blockIdx.x;
   const int slice = (args.steps + kDownAheadCtas - 1) / kDownAheadCtas;
-  const int first = part * slice;
-  const int steps = max(0, min(slice, args.steps - first));
+  const int first_step = part * slice;
+  const int steps = max(0, min(slice, args.steps - first_step));
   const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecodeDown));
   const int thread = threadIdx.x;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread / 32, 0);
@@ -65,6 +65,18 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
       fence_mbarrier_init();
     }
     __syncwarp();
+  } else {
+    // Boxes have M rows: rows past the matrix would take the copy engine as long as many others. The MMA reads
+    // them.
+    const int missing = (kDownAheadTokens - args.m) * 128 / 16;
+    const int first = warp < kLoadWarp ? thread : thread - 32;
+    for (int slot = 0; slot < args.stages; ++slot) {
+      const uint32_t at = smem + slot * (kDownXBytes + kDownRankBytes) + args.m * 128;
+      for (int i = first; i < missing; i += kThreads - 32) {
+        store_shared_v4(at + i * 16, make_uint4(0, 0, 0, 0));
+      }
+    }
+    fence_async_proxy();
   }
   __syncthreads();
   if (thread < kProjectThreads) {
@@ -73,7 +85,7 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
     named_barrier_sync(1, kProjectThreads);
     store_partial<1, 1, kDownAheadTokens>(smem, 0, warp, thread % 32, acc);
   } else if (warp == kLoadWarp) {
-    if (elect_one()) load_down<1, kDownAheadTokens>(args, smem, ring, {0, args.m, 0}, first, steps);
+    if (elect_one()) load_down<1>(args, smem, ring, {0, args.m, 0}, args.m, first_step, steps);
     __syncwarp();
   }
   __syncthreads();

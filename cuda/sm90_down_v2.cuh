@@ -93,14 +93,14 @@ __device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index,
 
 // ---- roles ----
 
-template <int kRankTiles, int kTokens>
+// `rows`: of a box of x.
+template <int kRankTiles>
 __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
-                                          const DownTile& tile, int first, int steps) {
+                                          const DownTile& tile, int rows, int first, int steps) {
   constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
-  constexpr uint32_t kLoadBytes = kTokens * 128 + kRankTiles * kDownRankBytes;
   RingState stage;
   for (int step = first; step < first + steps; ++step) {
-    const uint32_t full = ring.acquire(stage, kLoadBytes);
+    const uint32_t full = ring.acquire(stage, rows * 128 + kRankTiles * kDownRankBytes);
     const uint32_t slot = smem + stage.slot * kStageBytes;
     tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
 #pragma unroll
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
       store_partial<kRankTiles, kTiles, kTokens>(smem, group, thread / 32 % 4, thread % 32, acc);
     }
   } else {
-    if (thread == kThreads) load_down<kRankTiles, kTokens>(args, smem, ring, tile, first, steps);
+    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, tile, kTokens, first, steps);
     __syncwarp();
   }
   cluster_sync();

@@ -1031,8 +1031,11 @@ def workspace(
         tokens = (problem.k_pad // problem.block_size * ((m + tile_m + 3) // 4 * 4),)
     elif path is not None and path.token_scale:
         tokens = (m + tile_m + (4 if problem.groups else 0),)
+    # A box of activations that ends past the matrix takes the copy engine up to half as long again as
+    # the whole product (docs/notes.md): sm90_decode reads rows that nobody writes instead.
+    rows = tile_m if design.decode and tile_m > 16 else m
     private = (
-        Buffer("act", (m, row_bytes(problem)), "uint8"),
+        Buffer("act", (rows, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
         # sm90_decode works them out itself.
         Buffer("rows", (0 if design.decode else max(1, problem.groups) * problem.n, 4), "float32"),

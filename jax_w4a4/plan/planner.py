@@ -114,8 +114,8 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# From which K on LoRA-down is faster in sm90_decode's launch, with more than 16 rows.
-_LEAST_AHEAD_K = 4096
+# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m.
+_LEAST_AHEAD_K = {32: 6144, 64: 4096}
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -865,8 +865,9 @@ def _ahead_lacks(
 def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config) -> str | None:
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
-    if problem.k_pad < _LEAST_AHEAD_K:
-        return f"K is {problem.k_pad}, it is faster from {_LEAST_AHEAD_K} on"
+    least_k = _LEAST_AHEAD_K[best.tile_m]
+    if problem.k_pad < least_k:
+        return f"K is {problem.k_pad}, it is faster from {least_k} on"
     ctas = _schedule(design, problem, best, target).tiles * best.cluster
     ahead = budget.DOWN_AHEAD_CTAS
     if -(-(ctas + ahead) // target.sm_count) > -(-ctas // target.sm_count):
