@@ -80,6 +80,9 @@ class Warp:
         self.copies: list[tuple] = []  # cp.async that nothing has waited for
         self.tmem: Any = None
         self.held: list[tuple[int, int]] = []  # tcgen05 accesses before the next fence
+        # Of relaxed loads: what the last one found, and what those at each place in the code did.
+        self.look: tuple[Any, bool] | None = None
+        self.looks: dict[int, tuple] = {}
         self.rng = machine.rng
 
     @property
