@@ -215,9 +215,9 @@ class Code:
         address = address_getter(self.kernel.instrs[pc].ops[1])
 
         def run(w: Warp, g: Group) -> None:
-            key = address(w).tobytes(), g.lanes().tobytes()
-            last, cluster = w.looks.get(pc), w.cluster
-            if last is not None and last[0] == key and not g.polling:
+            who, where, cluster = (pc, g.lanes().tobytes()), address(w).tobytes(), w.cluster
+            last = w.looks.get(who)
+            if last is not None and last[0] == where and who in w.looked and not g.polling:
                 _, found, stores = last
                 rounds = cluster.poll_rounds
 
@@ -228,12 +228,19 @@ class Code:
                 if found.stores == stores:
                     g.block(again, f"a store to {found.name}")
                     return
-            g.polling = False
+            if g.polling:
+                w.looked.clear()  # once for all loads of a loop
+                g.polling = False
+            w.looked.add(who)
             w.look = None
             load(w, g)
-            w.looks.pop(pc, None)
-            if w.look is not None and not w.look[1]:
-                w.looks[pc] = key, w.look[0], w.look[0].stores
+            w.looks.pop(who, None)
+            if w.look is not None:
+                found, late = w.look
+                if late:
+                    cluster.progress += 1
+                else:
+                    w.looks[who] = where, found, found.stores
 
         return run
 

@@ -299,6 +299,12 @@ class SharedMemory:
         self.clock = np.zeros(padded // 4, np.int32)
         self.last_read: dict[int, int] = {}  # clock slot -> the largest clock of readers
         self.readers: dict[int, np.ndarray] = {}  # clock slot -> clock of its last read
+        self.barriers: np.ndarray | None = None  # words of mbarriers, once there are any
+
+    def hold_barrier(self, offset: int, held: bool) -> None:
+        if self.barriers is None:
+            self.barriers = np.zeros(self.words.size, bool)
+        self.barriers[offset // 4 : offset // 4 + 2] = held
 
     def where(self, word: int) -> str:
         return f"at shared offset {4 * word:#x} (dynamic + {4 * word - SHARED_RESERVED})"

@@ -332,6 +332,14 @@ class Errors(parameterized.TestCase):
         with self.assertRaisesRegex(ProtocolError, "waited for by"):
             run("and.b32 %r3, %r1, 32; add.s32 %r3, %r3, 64; bar.sync 1, %r3;", threads=64)
 
+    def test_data_over_a_barrier(self):
+        """Not before it is invalid."""
+        body = SHARED + INIT + "setp.ne.u32 %p2, %r1, 0; @%p2 bra END; INVAL"
+        body += " st.shared.u32 [%r10+516], %r1; END:"
+        with self.assertRaisesRegex(ProtocolError, "warp 0 overwrites an mbarrier, at shared"):
+            run(body.replace("INVAL", ""))
+        run(body.replace("INVAL", "mbarrier.inval.shared::cta.b64 [%r10+512];"))
+
     def test_phases(self):
         """32 arrivals on a barrier of two make 16 phases."""
         body = SHARED + INIT + """
