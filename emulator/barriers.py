@@ -128,6 +128,7 @@ def _init(ins: Instr) -> Node:
             if not 0 < number < 1 << 20:
                 raise ProtocolError(f"mbarrier with an arrival count of {number}")
             cta.mbarriers[offset] = MBarrier(cta, offset, number, w)
+            cta.memory.hold_barrier(offset, True)
         w.clocks.seen[w.slot] += 1
 
     return init
@@ -143,6 +144,7 @@ def _inval(ins: Instr) -> Node:
         for lane in _lanes(w, g, lanes_of):
             barrier = find(w, int(address(w)[lane]), False)
             del barrier.cta.mbarriers[barrier.offset]
+            barrier.cta.memory.hold_barrier(barrier.offset, False)
 
     return inval
 

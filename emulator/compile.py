@@ -1,7 +1,8 @@
 """A parsed kernel to executable nodes, one per instruction index that control can reach.
 
 A stretch of local instructions (registers, parameters, global memory) becomes one Python function;
-everything that other agents can see is a node of its own, so that schedules can interleave there.
+everything that other agents can see, relaxed accesses of global memory too, is a node of its own,
+so that schedules can interleave there.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def is_local(ins: Instr) -> bool:
             return True  # an argument of a call
         return "param" in space or "global" in space or "const" in space
     return ins.parts[0] in alu.EMITTERS
+
+
+def is_relaxed(ins: Instr) -> bool:
+    """An access of global memory that other CTAs look at meanwhile."""
+    return ins.parts[0] in ("ld", "st") and ins.has("relaxed") and ins.has("gpu")
 
 
 def getter(op: Any, kind: str) -> Callable[[Warp], np.ndarray]:
@@ -163,7 +169,13 @@ class Code:
                 pc += 1
                 continue
             end = pc + 1
+            if is_relaxed(ins):
+                nodes[pc] = self._look(pc) if ins.parts[0] == "ld" else self._stretch(pc, end)
+                pc = end
+                continue
             while end < len(instrs) and end not in starts and is_local(instrs[end]):
+                if is_relaxed(instrs[end]):
+                    break
                 end += 1
             nodes[pc] = self._stretch(pc, end)
             pc = end
@@ -193,6 +205,42 @@ class Code:
                 made[0](w, w.R, w.S, w.Y, g.mask)
             w.executed += length
             g.pc = end
+
+        return run
+
+    def _look(self, pc: int) -> Node:
+        """A relaxed load. Where it would find again what it has found it waits for a store, or
+        until nobody else can run: a loop around it must not keep others from their store."""
+        load = self._stretch(pc, pc + 1)
+        address = address_getter(self.kernel.instrs[pc].ops[1])
+
+        def run(w: Warp, g: Group) -> None:
+            who, where, cluster = (pc, g.lanes().tobytes()), address(w).tobytes(), w.cluster
+            last = w.looks.get(who)
+            if last is not None and last[0] == where and who in w.looked and not g.polling:
+                _, found, stores = last
+                rounds = cluster.poll_rounds
+
+                def again() -> bool:
+                    g.polling = cluster.poll_rounds > rounds
+                    return g.polling or found.stores != stores
+
+                if found.stores == stores:
+                    g.block(again, f"a store to {found.name}")
+                    return
+            if g.polling:
+                w.looked.clear()  # once for all loads of a loop
+                g.polling = False
+            w.looked.add(who)
+            w.look = None
+            load(w, g)
+            w.looks.pop(who, None)
+            if w.look is not None:
+                found, late = w.look
+                if late:
+                    cluster.progress += 1
+                else:
+                    w.looks[who] = where, found, found.stores
 
         return run
 

@@ -43,6 +43,7 @@ class Allocation:
       writer: CTA that wrote each byte in the last launch that wrote any (0 nobody, else CTA + 1).
       launch: that launch.
       relaxed: what each byte's last store left of a `.relaxed.gpu` one, None without any.
+      stores: how many of these there were.
     """
 
     def __init__(self, base: int, size: int, name: str):
@@ -57,6 +58,7 @@ class Allocation:
         self.writer = np.zeros(padded, np.int32)
         self.launch: object = None
         self.relaxed: Relaxed | None = None
+        self.stores = 0
         # The flags of a byte, of two, four, eight: all set is 1, 0x0101, ...
         self.flags = {
             size: self.initialized[: padded // size * size].view(f"uint{8 * size}")
@@ -73,6 +75,19 @@ class Allocation:
         if self.initialized is not None:
             self.initialized[: raw.size] = True
 
+    @staticmethod
+    def foreign(w: Any, writers: np.ndarray) -> np.ndarray:
+        """Which of these writers are of other clusters: those of a launch have no order."""
+        return (writers > 0) & ((writers - 1) // w.cluster.size != w.cluster.number)
+
+    def check_writers(self, w: Any, writers: np.ndarray, verb: str) -> None:
+        if not np.count_nonzero(writers):
+            return
+        foreign = self.foreign(w, writers)
+        if foreign.any():
+            other = int(writers[foreign][0]) - 1
+            raise RaceError(f"cta {w.cta.number} {verb} what cta {other} wrote of {self.name}")
+
 
 class Relaxed:
     """Bytes of an allocation that `.relaxed.gpu` stores of one launch wrote. CTAs without an order
@@ -82,27 +97,34 @@ class Relaxed:
     def __init__(self, found: Allocation):
         self.stored = np.zeros(found.data.size, bool)
         self.before = found.data.copy()
+        self.known = None if found.initialized is None else found.initialized.copy()
         self.seen: dict[object, np.ndarray] = {}  # by warp: words that it has seen the new value of
 
     def note(self, found: Allocation, places: np.ndarray, relaxed: bool) -> None:
         """Before a store to these bytes."""
         self.before[places] = found.data[places]
         self.stored[places] = relaxed
+        if self.known is not None and found.initialized is not None:
+            self.known[places] = found.initialized[places]
 
     def view(
-        self, w: Any, found: Allocation, places: list, dtype: np.dtype, foreign: np.ndarray
-    ) -> list:
-        """What a load of elements at `places` finds, lanes `foreign` of other CTAs' stores."""
+        self, w: Any, found: Allocation, index: np.ndarray, lanes: np.ndarray
+    ) -> tuple[np.ndarray, bool]:
+        """What a load of the words `index` by `lanes` finds, and whether some of it is late."""
         machine = w.cluster.machine
-        new, old = found.views[_NAMES[dtype]], self.before.view(dtype)
+        new, old = found.views["uint32"], self.before.view(np.uint32)
+        writers, stored = found.writer[4 * index], self.stored[4 * index]
+        found.check_writers(w, np.where(stored, 0, writers), "reads")
+        foreign = stored & found.foreign(w, writers)
         seen = self.seen.setdefault(w, np.zeros(new.size, bool))
-        out = []
-        for index in places:
-            late = np.array([machine.rng.random() < machine.options.spurious_wait for _ in index])
-            late &= foreign & ~seen[index]
-            seen[index[~late]] = True
-            out.append(np.where(late, old[index], new[index]))
-        return out
+        late = np.array([machine.rng.random() < machine.options.spurious_wait for _ in index])
+        late &= foreign & ~seen[index] & lanes
+        seen[index[~late & lanes]] = True
+        if self.known is not None and not self.known[4 * index[late]].all():
+            raise UninitializedError(
+                f"{found.name} may be read before anything was written, beside a store"
+            )
+        return np.where(late, old[index], new[index]), bool(late.any())
 
 
 class GlobalMemory:
@@ -180,17 +202,15 @@ class GlobalMemory:
                 if np.count_nonzero(flags[index] == every) < 32:
                     raise UninitializedError(f"{found.name} is read where nothing was written")
         machine = w.cluster.machine
+        if relaxed:
+            w.look = found, False
         if found.launch is machine and machine.options.races:
-            writers = found.writer[offset]
             if relaxed and item == 4 and found.relaxed is not None:
-                stored = found.relaxed.stored[offset]
-                self._check_writers(w, found, np.where(stored, 0, writers), "reads")
-                foreign = (
-                    stored & (writers > 0) & ((writers - 1) // w.cluster.size != w.cluster.number)
-                )
-                if foreign.any():
-                    return found.relaxed.view(w, found, places, dtype, foreign)
-            self._check_writers(w, found, writers, "reads")
+                active = np.ones(32, bool) if mask is None else mask
+                views = [found.relaxed.view(w, found, index, active) for index in places]
+                w.look = found, any(late for _, late in views)
+                return [words.view(dtype) for words, _ in views]
+            found.check_writers(w, found.writer[offset], "reads")
         view = found.views[_NAMES[dtype]]
         return [view[index] for index in places]
 
@@ -229,11 +249,14 @@ class GlobalMemory:
         self.check_store(w, found)
         offset = (active - U64(found.base)).astype(np.int64)
         if w.cluster.machine.options.races:
-            self._check_writers(w, found, found.writer[offset], "overwrites")
+            found.check_writers(w, found.writer[offset], "overwrites")
         if relaxed and found.relaxed is None:
             found.relaxed = Relaxed(found)
         if found.relaxed is not None:
             found.relaxed.note(found, (offset[:, None] + np.arange(size)).ravel(), relaxed)
+        if relaxed:
+            found.stores += 1
+            w.cluster.changed()  # for those that look
         view = found.views[_NAMES[values[0].dtype]]
         flags, every = found.flags[item], _ALL_SET[item]
         writer = found.writer.reshape(-1, item)
@@ -245,21 +268,10 @@ class GlobalMemory:
                 flags[index] = every
             index = index + 1
 
-    @staticmethod
-    def _check_writers(w: Any, found: Allocation, writers: np.ndarray, verb: str) -> None:
-        """Clusters of a launch have no order between them."""
-        size = w.cluster.size
-        if not np.count_nonzero(writers):
-            return
-        foreign = (writers > 0) & ((writers - 1) // size != w.cluster.number)
-        if foreign.any():
-            other = int(writers[foreign][0]) - 1
-            raise RaceError(f"cta {w.cta.number} {verb} what cta {other} wrote of {found.name}")
-
     def check_box(self, w: Any, found: Allocation, writers: np.ndarray) -> None:
         """The same for what the copy engine is about to write."""
         if w.cluster.machine.options.races:
-            self._check_writers(w, found, writers, "overwrites")
+            found.check_writers(w, writers, "overwrites")
 
     @staticmethod
     def check_store(w: Any, found: Allocation) -> None:
@@ -287,6 +299,12 @@ class SharedMemory:
         self.clock = np.zeros(padded // 4, np.int32)
         self.last_read: dict[int, int] = {}  # clock slot -> the largest clock of readers
         self.readers: dict[int, np.ndarray] = {}  # clock slot -> clock of its last read
+        self.barriers: np.ndarray | None = None  # words of mbarriers, once there are any
+
+    def hold_barrier(self, offset: int, held: bool) -> None:
+        if self.barriers is None:
+            self.barriers = np.zeros(self.words.size, bool)
+        self.barriers[offset // 4 : offset // 4 + 2] = held
 
     def where(self, word: int) -> str:
         return f"at shared offset {4 * word:#x} (dynamic + {4 * word - SHARED_RESERVED})"

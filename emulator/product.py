@@ -671,7 +671,8 @@ _SUM_LOSS = {"exact": 2.0**-18, "hopper": 2.0**-11}
 def check(
     case: Case, operands: dict[str, np.ndarray], result: Result, numerics: str = "exact"
 ) -> float:
-    """Every cell of y against float64; returns the largest error in units of its bound.
+    """Every cell of y against float64, and of LoRA-down where it was done; returns the largest
+    error of y in units of its bound.
 
     Raises:
       WrongCells: a cell is off by more than the rounding to bf16 and fp32 sums allow, or with
@@ -679,7 +680,22 @@ def check(
     """
     y, size = expected(case, operands, result)
     exact = case.exact and numerics == "exact"
+    if case.fused and case.rank:
+        check_down(case, operands, result, _SUM_LOSS[numerics])
     return check_cells(str(case), y, size, result, exact, _SUM_LOSS[numerics])
+
+
+def check_down(case: Case, operands: dict[str, np.ndarray], result: Result, loss: float) -> None:
+    """The product of x with lora_down, of which y is made."""
+    assert result.lora_act is not None, case
+    x = from_bits(operands["x"], case.x_dtype).astype(np.float64)
+    down = from_bf16(operands["lora_down"]).astype(np.float64)
+    want, size = x @ down, np.abs(x) @ np.abs(down)
+    error = np.abs(from_bf16(result.lora_act) - want)
+    bad = ~(error <= np.abs(want) * 2.0**-8 + size * loss + 1e-30)
+    if bad.any():
+        token, rank = (int(v[0]) for v in np.nonzero(bad))
+        raise WrongCells(f"{case}: {np.count_nonzero(bad)} of lora_act, first [{token}, {rank}]")
 
 
 def check_cells(

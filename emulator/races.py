@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.errors import RaceError, UninitializedError
+from emulator.errors import ProtocolError, RaceError, UninitializedError
 
 _count = np.count_nonzero
 
@@ -105,6 +105,9 @@ class Detector:
     def write(
         self, memory: Any, words: Any, clocks: Clocks, slot: int, clock: int, proxy: str, who: str
     ) -> None:
+        if memory.barriers is not None and _count(memory.barriers[words]):
+            where = _where(memory, words, memory.barriers[words])
+            raise ProtocolError(f"{who} overwrites an mbarrier, {where}")
         if self.enabled:
             known = clocks.seen if proxy == "generic" else clocks.fenced
             writers = memory.writer[words]

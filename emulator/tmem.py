@@ -28,6 +28,7 @@ class TensorMemory:
         self.clock = np.zeros(size, np.int32)
         self.last_read: dict[int, int] = {}  # clock slot -> the largest clock of readers
         self.readers: dict[int, np.ndarray] = {}
+        self.barriers = None  # there are none
         self.allocations: dict[int, int] = {}  # first column -> columns
         self.relinquished = False
         self.group = 0  # cta_group of the kernel's tcgen05 instructions

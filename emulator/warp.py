@@ -80,6 +80,11 @@ class Warp:
         self.copies: list[tuple] = []  # cp.async that nothing has waited for
         self.tmem: Any = None
         self.held: list[tuple[int, int]] = []  # tcgen05 accesses before the next fence
+        # Of relaxed loads: what the last one found; by place in the code and lanes, what those did;
+        # which of these there were since this warp has let others go on.
+        self.look: tuple[Any, bool] | None = None
+        self.looks: dict[tuple, tuple] = {}
+        self.looked: set[tuple] = set()
         self.rng = machine.rng
 
     @property

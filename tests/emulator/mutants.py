@@ -22,6 +22,7 @@ TOKEN = "sm90_quantize_token.cuh"
 DOWN = "sm90_down_v2.cuh"
 DECODE = "sm90_decode.cuh"
 DECODE_QUANT = "sm90_decode_quantize.cuh"
+AHEAD = "sm90_decode_down.cuh"
 PTX = "sm90_ptx.cuh"
 
 PLAIN = Case("mxfp4", 70, 200, 288, 32, clusters=1, stages=2)
@@ -62,6 +63,14 @@ TURN_EXACT = dataclasses.replace(TURN, exact=True)
 FEW_FUSED = dataclasses.replace(FEW, n=8, k=6168, tile_n=8, fused=True, down_cluster=8)
 # Four CTAs share a token.
 FEW_LONG = dataclasses.replace(FEW, m=1, n=8, k=8232, rank=0, tile_n=8, fused=True)
+# LoRA-down in the launch: 17 stages of K on four CTAs, in a ring of two; a K that only two of them
+# have a part of; two CTAs that meet, of which the second finishes the second half of 64 tokens.
+DOWN_AHEAD = Case(
+    "mxfp4", 21, 40, 1056, 32, kernel="sm90_decode", tile_m=32, tile_n=40, clusters=1, fused=True,
+    down_ahead=4,
+)  # fmt: skip
+DOWN_AHEAD_SHORT = dataclasses.replace(DOWN_AHEAD, k=72, rank=16)
+DOWN_AHEAD_PAIR = dataclasses.replace(DOWN_AHEAD, m=61, k=2080, tile_m=64, cluster=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +99,7 @@ _DOWN = {"sources": ("sm90_down_v2.cu",)}
 _FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
 _MANY = {"sources": ("sm90_decode_Mxfp4_32.cu",)}
 _FEW_QUANT = {"sources": ("sm90_decode_quantize_Mxfp4.cu",)}
+_TWO_STAGES = {"attrs": {"down_stages": lambda v: 2}, **_MANY}
 
 MUTANTS = (
     # ---- the ring ----
@@ -368,8 +378,7 @@ MUTANTS = (
         "scale_barrier(args, smem), 0);\n    } else {", "    if (!args.scale_map) {"), **_FEW),
     _m("decode: more boxes of scales are expected than asked for", "protocol",
        dataclasses.replace(FEW, k=8192), "DeadlockError ProtocolError",
-       (DECODE, "box < args.scale_boxes; ++box) {\n      tma",
-        "box + 1 < args.scale_boxes; ++box) {\n      tma"), **_FEW),
+       (DECODE, "box < boxes; ++box) {\n      tma", "box + 1 < boxes; ++box) {\n      tma"), **_FEW),
     _m("decode: rows before all are prepared", "protocol", FEW, "RaceError UninitializedError",
        (DECODE, "  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n}\n\n// A lane's bytes",
         "}\n\n// A lane's bytes"), **_FEW),
@@ -438,7 +447,7 @@ MUTANTS = (
        (DECODE, "uint32_t place = scale / kDecodeScaleBox;", "uint32_t place = 0;"), **_FEW),
     _m("decode: scales in turn are looked for in places of their own", "layout", TURN,
        "RaceError UninitializedError OutOfBoundsError cells",
-       (DECODE, "    if (kTokens > 16 && in_last_stage(args)) place %= 2;\n", ""), **_MANY),
+       (DECODE, "    if (kTokens > 16 && in_turn(args)) place %= 2;\n", ""), **_MANY),
     _m("decode: next scales over those of a stage still to be read", "protocol", TURN, "RaceError",
        (DECODE, "step(kStages - 1 + args.stages) {}", "step(kStages - 2 + args.stages) {}"), **_MANY),
     _m("decode: next scales with the stage that needs them", "protocol", TURN,
@@ -513,4 +522,91 @@ MUTANTS = (
        "cells RaceError UninitializedError",
        (DECODE_QUANT, "return (i & (shares - 1)) == share;",
         "return (i & (shares - 1)) == share && i < shares - 1;"), **_FEW_QUANT),
+    # ---- LoRA-down in the gemm's launch ----
+    _m("decode: lora_act is not waited for", "protocol", DOWN_AHEAD, "cells",
+       (DECODE, "    watched_look(args, RingName::kDecodeLoraAct,\n"
+        "                 [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });\n", ""),
+       (DECODE, "        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });",
+        "        look(first);"), **_MANY),
+    _m("decode: one word of lora_act is waited for", "protocol", DOWN_AHEAD, "cells",
+       (DECODE, "        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });",
+        "        look(first);"), **_MANY),
+    _m("decode: a look for lane 0 only", "protocol", DOWN_AHEAD, "cells",
+       (DECODE, "return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));",
+        "return static_cast<bool>(__shfl_sync(0xFFFFFFFFu, there, 0));"), **_MANY),
+    _m("decode: three of four words are looked at", "protocol", DOWN_AHEAD, "cells",
+       (AHEAD, "v.z != kNotYet && v.w != kNotYet", "v.z != kNotYet"), **_MANY),
+    _m("decode: lora_act before the launch before has ended", "protocol", DOWN_AHEAD, "ProtocolError",
+       (DECODE, "    grid_dependency_wait();\n    static_assert", "    static_assert"), **_MANY),
+    _m("decode: tokens of the second CTA are not loaded", "protocol", DOWN_AHEAD_PAIR, "cells",
+       (DECODE, "if (first % kHeld == 0 && (used || kHeld > kPart)) {",
+        "if (first % kHeld == 0 && used) {"), sources=("sm90_decode_Mxfp4_64.cu",)),
+    _m("decode: tiles begin with the CTAs ahead", "arithmetic", DOWN_AHEAD, "cells",
+       (DECODE, "const int cta = blockIdx.x - args.down.ctas;", "const int cta = blockIdx.x;"), **_MANY),
+    _m("decode: sums of LoRA-down are not waited for", "protocol", DOWN_AHEAD, "cells",
+       (AHEAD, "      return there;\n", "      return true;\n"), **_MANY),
+    _m("decode: sums of two CTAs of LoRA-down are waited for", "protocol", DOWN_AHEAD, "cells",
+       (AHEAD, "      bool there = true;\n#pragma unroll\n      for (int p = 0;",
+        "      bool there = true, last;\n#pragma unroll\n      for (int p = 0;"),
+       (AHEAD, "there = there && is_there(sums);\n      return there;",
+        "{ last = there; there = there && is_there(sums); }\n      return last;"), **_MANY),
+    _m("decode: sums before the launch before has ended", "protocol", DOWN_AHEAD, "ProtocolError",
+       (AHEAD, "  grid_dependency_wait();\n", ""), **_MANY),
+    _m("decode: sums of LoRA-down in one place", "layout", DOWN_AHEAD, "RaceError",
+       (AHEAD, "store_relaxed_v4(args.sums + part * all + place, own);",
+        "store_relaxed_v4(args.sums + place, own);"), **_MANY),
+    _m("decode: sums of LoRA-down by plain stores", "protocol", DOWN_AHEAD, "RaceError",
+       (PTX, "st.relaxed.gpu.global.v4.u32", "st.global.v4.u32"), **_MANY),
+    _m("decode: lora_act by plain stores", "protocol", DOWN_AHEAD, "RaceError",
+       (PTX, "st.relaxed.gpu.global.v2.u32", "st.global.v2.u32"), **_MANY),
+    _m("decode: sums and lora_act by plain loads", "protocol", DOWN_AHEAD, "RaceError",
+       (PTX, "ld.relaxed.gpu.global.v4.u32", "ld.global.v4.u32"), **_MANY),
+    _m("decode: lora_act by loads that nobody may write beside", "protocol", DOWN_AHEAD, "RaceError",
+       (PTX, "ld.relaxed.gpu.global.u32", "ld.global.nc.u32"), **_MANY),
+    _m("decode: shares of LoRA-down overlap", "arithmetic", DOWN_AHEAD, "cells",
+       (AHEAD, "const int first = part * slice;", "const int first = part * (slice - 1);"), **_MANY),
+    _m("decode: last stage of a share of LoRA-down", "arithmetic", DOWN_AHEAD, "cells",
+       (AHEAD, "min(slice, args.steps - first)", "min(slice - 1, args.steps - first)"), **_MANY),
+    _m("decode: last CTA of LoRA-down forgets its own sums", "arithmetic", DOWN_AHEAD, "cells",
+       (AHEAD, "    add_sums(sum, own);\n", ""), **_MANY),
+    _m("decode: sums of a CTA without a share", "arithmetic", DOWN_AHEAD_SHORT, "cells",
+       (AHEAD, "    if (steps > 0) own = load_shared_v4", "    own = load_shared_v4"), **_MANY),
+    _m("decode: ranks of LoRA-down past the first 16", "arithmetic", DOWN_AHEAD, "DeadlockError",
+       (AHEAD, "const int rank = i % (kDownAheadRank / 4) * 4;",
+        "const int rank = i % (kDownAheadRank / 8) * 4;"), **_MANY),
+    _m("decode: sums of LoRA-down before all are there", "protocol", DOWN_AHEAD,
+       "RaceError UninitializedError",
+       (AHEAD, "  __syncthreads();\n  // Until then", "  // Until then"), **_MANY),
+    _m("decode: ring of LoRA-down without a fence", "protocol", DOWN_AHEAD, "ProtocolError RaceError",
+       (AHEAD, "      fence_mbarrier_init();\n", ""), **_MANY),
+    _m("decode: ring of LoRA-down before it is there", "protocol", DOWN_AHEAD, "ProtocolError RaceError",
+       (AHEAD, "    __syncwarp();\n  }\n  __syncthreads();\n  if (thread < kProjectThreads)",
+        "    __syncwarp();\n  }\n  if (thread < kProjectThreads)"), **_MANY),
+    _m("decode: slots of LoRA-down released by every warp of the CTA", "protocol", DOWN_AHEAD,
+       "DeadlockError", (AHEAD, "ring.init(kProjectThreads / 32);", "ring.init(kThreads / 32);"),
+       **_TWO_STAGES),
+    _m("decode: slots of LoRA-down released by one warp", "protocol", DOWN_AHEAD,
+       "RaceError ProtocolError DeadlockError",
+       (AHEAD, "ring.init(kProjectThreads / 32);", "ring.init(1);"), **_TWO_STAGES),
+    _m("decode: barriers of LoRA-down in its ring", "account", DOWN_AHEAD,
+       "RaceError ProtocolError DeadlockError UninitializedError cells",
+       attrs={"off_down_barriers": lambda v: 16384}, **_MANY),
+    _m("decode: a stage of LoRA-down over its barriers", "account",
+       dataclasses.replace(DOWN_AHEAD, k=4136), "OutOfBoundsError RaceError ProtocolError",
+       attrs={"down_stages": lambda v: v + 1}, **_MANY),
+    _m("decode: nobody fills what is to come", "protocol", DOWN_AHEAD, "UninitializedError cells",
+       (DECODE_QUANT, "    fill_not_yet(down.sums, down.lora_act, down.m, down.rank, token, at.lane);\n",
+        ""), **_FEW_QUANT),
+    _m("decode: sums of the last CTA ahead are not filled", "protocol", DOWN_AHEAD,
+       "UninitializedError cells",
+       (AHEAD, "part < kDownAheadCtas - 1; ++part", "part < kDownAheadCtas - 2; ++part"), **_FEW_QUANT),
+    _m("decode: half of lora_act is not filled", "protocol", DOWN_AHEAD, "UninitializedError cells",
+       (AHEAD, "if (lane < rank / 2) reinterpret_cast", "if (lane < rank / 4) reinterpret_cast"),
+       **_FEW_QUANT),
+    _m("decode: filled with what a sum may be", "protocol", DOWN_AHEAD, "cells",
+       (AHEAD, "= __uint_as_float(kNotYet);", "= 0.0f;"), **_FEW_QUANT),
+    _m("decode: filled once more by the part of a token that others have", "protocol", DOWN_AHEAD,
+       "RaceError", (DECODE_QUANT, "if (down.sums != nullptr && at.share == 0",
+                     "fill_not_yet(down.sums, down.lora_act, down.m, down.rank, 0, at.lane);\n"
+                     "  if (down.sums != nullptr && at.share == 0"), **_FEW_QUANT),
 )  # fmt: skip

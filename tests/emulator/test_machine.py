@@ -20,6 +20,7 @@ from emulator import (
 )
 from emulator.compile import Code
 from emulator.errors import OutOfBoundsError, ProtocolError, UninitializedError
+from emulator.scheduler import POLICIES
 
 HEAD = """
 .version 9.0
@@ -331,6 +332,14 @@ class Errors(parameterized.TestCase):
         with self.assertRaisesRegex(ProtocolError, "waited for by"):
             run("and.b32 %r3, %r1, 32; add.s32 %r3, %r3, 64; bar.sync 1, %r3;", threads=64)
 
+    def test_data_over_a_barrier(self):
+        """Not before it is invalid."""
+        body = SHARED + INIT + "setp.ne.u32 %p2, %r1, 0; @%p2 bra END; INVAL"
+        body += " st.shared.u32 [%r10+516], %r1; END:"
+        with self.assertRaisesRegex(ProtocolError, "warp 0 overwrites an mbarrier, at shared"):
+            run(body.replace("INVAL", ""))
+        run(body.replace("INVAL", "mbarrier.inval.shared::cta.b64 [%r10+512];"))
+
     def test_phases(self):
         """32 arrivals on a barrier of two make 16 phases."""
         body = SHARED + INIT + """
@@ -362,6 +371,136 @@ class Errors(parameterized.TestCase):
         with self.assertRaisesRegex(EmulationError, "has exited"):
             for seed in range(8):
                 run(body, cluster=2, seed=seed)
+
+
+# Words of 128 bytes each: what CTA 0 stores, and two for what CTA 1 finds there.
+TWO_CTAS = """
+  add.s64 %d6, %d5, 128;
+  add.s64 %d7, %d5, 256;
+  mov.u32 %r10, %ctaid.x;
+  add.s32 %r20, %r1, 1000;
+  setp.ne.u32 %p1, %r10, 0;
+  @%p1 bra READ;
+  STORE
+  bra END;
+READ:
+  LOAD
+  st.global.u32 [%d6], %r3;
+  st.global.u32 [%d7], %r4;
+END:
+"""
+RELAXED_STORE = "st.relaxed.gpu.global.u32 [%d5], %r20;"
+RELAXED_LOADS = "ld.relaxed.gpu.global.u32 %r3, [%d5]; ld.relaxed.gpu.global.u32 %r4, [%d5];"
+OLD, NEW = 7, np.arange(1000, 1032)
+
+
+class Relaxed(parameterized.TestCase):
+    """Global memory that CTAs write and read without an order between them."""
+
+    def two(self, store=RELAXED_STORE, load=RELAXED_LOADS, cluster=1, filled=True, **options):
+        """CTA 0 stores, CTA 1 loads: the words that it found first and then."""
+        device = Device(Options(**options))
+        out = device.empty(3 * 128, "out")
+        if filled:
+            out.write_host(np.full(96, OLD, np.uint32))
+        source = device.array(np.zeros(32, np.uint32), "in")
+        device.launch(
+            code_of(TWO_CTAS.replace("STORE", store).replace("LOAD", load)), (2, 1, 1),
+            (32, 1, 1), struct.pack("<QQ", source.base, out.base), cluster=cluster,
+        )  # fmt: skip
+        return out.data[128:384].view(np.uint32).reshape(2, 32).copy()
+
+    @parameterized.parameters(
+        (RELAXED_STORE, RELAXED_LOADS.replace(".relaxed.gpu", ""), "cta 1 reads what cta 0 wrote"),
+        (RELAXED_STORE.replace(".relaxed.gpu", ""), RELAXED_LOADS, "cta 1 reads what cta 0 wrote"),
+        (RELAXED_STORE, RELAXED_STORE, "cta 1 overwrites what cta 0 wrote"),
+        # The last store counts.
+        (RELAXED_STORE + "st.global.u32 [%d5], %r20;", RELAXED_LOADS, "cta 1 reads what"),
+    )
+    def test_anything_else_is_a_race(self, store, load, text):
+        with self.assertRaisesRegex(RaceError, text):
+            self.two(store, "mov.u32 %r3, 0; mov.u32 %r4, 0;" + load)
+
+    def test_every_word_of_a_vector_is_asked_for(self):
+        """A plain store among relaxed ones is a race wherever in the vector it is."""
+        head = """
+          mul.wide.u32 %d8, %r1, 12;
+          add.s64 %d8, %d5, %d8;
+          setp.gt.u32 %p2, %r1, 7;
+          @%p2 bra END;
+        """
+        load = head + "ld.relaxed.gpu.global.v4.u32 {%r3, %r4, %r5, %r6}, [%d8];"
+        relaxed = "st.relaxed.gpu.global.v4.u32 [%d8], {%r20, %r20, %r20, %r20};"
+        self.assertIn(1000, self.two(head + relaxed, load))
+        for place in (0, 4, 8, 12):
+            with self.assertRaisesRegex(RaceError, "cta 1 reads what cta 0 wrote"):
+                self.two(head + relaxed + f"st.global.u32 [%d8+{place}], %r20;", load)
+
+    def test_a_store_may_be_seen_late(self):
+        """By each lane for itself, by a second look too; a lane that has seen it stays with it."""
+        pairs = set()
+        for seed in range(20):
+            first, then = self.two(seed=seed, spurious_wait=0.5)
+            for found in (first, then):
+                self.assertTrue(((found == OLD) | (found == NEW)).all())
+            pairs.update(zip((first == NEW).tolist(), (then == NEW).tolist(), strict=True))
+        self.assertEqual(pairs, {(False, False), (False, True), (True, True)})
+
+    def test_words_of_a_vector_are_late_each_for_itself(self):
+        head = """
+          mul.wide.u32 %d8, %r1, 12;
+          add.s64 %d8, %d5, %d8;
+          setp.gt.u32 %p2, %r1, 7;
+          @%p2 bra END;
+          mov.u32 %r21, 5; mov.u32 %r22, 6;
+        """
+        store = head + "st.relaxed.gpu.global.v2.u32 [%d8], {%r21, %r22};"
+        load = head + "ld.relaxed.gpu.global.v2.u32 {%r3, %r4}, [%d8];"
+        found = set()
+        for seed in range(20):
+            first, second = self.two(store, load, seed=seed, spurious_wait=0.5)[:, :8]
+            found.update(zip(first.tolist(), second.tolist(), strict=True))
+        self.assertEqual(found, {(OLD, OLD), (OLD, 6), (5, OLD), (5, 6)})
+
+    def test_nothing_is_late_where_it_is_turned_off(self):
+        first, then = self.two(spurious_wait=0.0)
+        np.testing.assert_array_equal(first, NEW)
+        np.testing.assert_array_equal(then, NEW)
+
+    def test_a_late_look_finds_what_was_there(self):
+        """Nothing, where nobody has written before the store."""
+        with self.assertRaisesRegex(UninitializedError, "out may be read before anything was"):
+            self.two(filled=False, spurious_wait=0.5)
+
+    LOOP = """
+    LOOP:
+      ld.relaxed.gpu.global.u32 %r3, [%d5];
+      setp.ne.u32 %p2, %r3, %r20;
+      @%p2 bra LOOP;
+      mov.u32 %r4, %r3;
+    """
+
+    @parameterized.product(policy=POLICIES, cluster=(1, 2), seed=(0, 1, 2))
+    def test_a_loop_ends(self, policy, cluster, seed):
+        """Also beside the CTA that it waits for, whatever the schedule would rather run."""
+        store = """
+          mov.u32 %r21, 0;
+        MORE:
+          add.s32 %r21, %r21, 1;
+          bar.sync 0;
+          setp.lt.u32 %p3, %r21, 200;
+          @%p3 bra MORE;
+        """
+        found = self.two(
+            store + RELAXED_STORE, self.LOOP, cluster, policy=policy, seed=seed, max_steps=5000,
+            spurious_wait=0.5,
+        )  # fmt: skip
+        np.testing.assert_array_equal(found, [NEW, NEW])
+
+    @parameterized.product(policy=POLICIES, cluster=(1, 2))
+    def test_a_loop_for_what_never_comes_is_a_deadlock(self, policy, cluster):
+        with self.assertRaisesRegex(DeadlockError, r"ld\.relaxed.* waits for a store to out"):
+            self.two("", self.LOOP, cluster, policy=policy, max_steps=5000)
 
 
 TMEM = (

@@ -184,6 +184,7 @@ def decode_cases():
         )
     yield from token_cases(len(paths) * 10)
     yield from scale_cases(len(paths) * 10 + 100)
+    yield from ahead_cases(len(paths) * 10 + 200)
 
 
 def decode_paths():
@@ -258,6 +259,37 @@ def scale_cases(seed):
         )  # fmt: skip
 
 
+def ahead_cases(seed):
+    """LoRA-down in the gemm's launch: paths x token tiles x divisions of a CTA's rows, one CTA and
+    two, any number of tiles, tokens and K."""
+    divisions = ((24, 61), (56, 113), (104, 105))
+    tokens = {32: (17, 21, 32), 64: (33, 61, 64)}
+    grid = itertools.product(decode_paths(), (32, 64), divisions)
+    for i, (case, tile_m, (tile_n, n)) in enumerate(grid):
+        if case.path.name == "Nvfp4" and tile_m == 64 and tile_n <= 32:
+            tile_n = 40  # no two stages of less fit
+        cluster = 1 + (i + i // 6) % 2
+        yield dataclasses.replace(
+            case,
+            m=tokens[tile_m][(i + i // 3) % 3],
+            n=n,
+            # Two CTAs have a stage of 1024 each. Of the four ahead one or two have no part of 72.
+            k=((72, 1032, 1056, 4136), (2056, 2080, 4128, 2080))[cluster - 1][i // 2 % 4],
+            rank=(16, 32)[i % 2],
+            kernel="sm90_decode",
+            tile_m=tile_m,
+            tile_n=tile_n,
+            cluster=cluster,
+            stages=2 if i % 3 == 0 else None,
+            fused=True,
+            down_ahead=4,
+            affine=i % 5 != 0,
+            global_scale=i % 3 == 0,
+            act_unsigned=case.format == "int4" and i % 2 == 1,
+            seed=seed + i,
+        )
+
+
 class Decode(parameterized.TestCase):
     @parameterized.named_parameters(named(decode_cases()))
     def test_cells(self, case):
@@ -319,6 +351,86 @@ class Decode(parameterized.TestCase):
         want = quantized(case, operands)[2]
         got = product.from_bf16(result.lora_act)
         np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
+class DownAhead(parameterized.TestCase):
+    """LoRA-down by CTAs of sm90_decode's launch."""
+
+    CASE = Case(
+        "mxfp4", 21, 40, 1056, 32, kernel="sm90_decode", tile_m=32, tile_n=40, fused=True,
+        down_ahead=4,
+    )  # fmt: skip
+
+    def test_cases(self):
+        """Every path, tile of tokens, division of the rows, rank, and one CTA as well as two."""
+        found = list(ahead_cases(0))
+        for what in (
+            lambda c: (c.path.name, c.tile_m),
+            lambda c: (plan.budget.decode_shape(c.tile_n), c.tile_m, c.cluster),
+            lambda c: (c.rank, c.cluster),
+        ):
+            seen = {what(case) for case in found}
+            parts = [set(values) for values in zip(*seen, strict=True)]
+            self.assertLen(seen, int(np.prod([len(part) for part in parts])))
+        self.assertTrue(all(product.plan_of(case).quantizer.down.ahead == 4 for case in found))
+        self.assertEqual({case.cluster for case in found}, {1, 2})
+
+    @parameterized.product(k=(8, 64, 72, 136, 200, 264), policy=POLICIES)
+    def test_ctas_without_a_share_of_k(self, k, policy):
+        """One to four stages of 64 k, the last of which may hold eight, and five."""
+        _, result = run(dataclasses.replace(self.CASE, k=k, rank=16, m=17), policy, k)
+        self.assertEqual(result.grid, 5)
+
+    @parameterized.product(policy=POLICIES, cluster=(1, 2))
+    def test_a_ring_that_wraps(self, policy, cluster):
+        """Two stages, fewer than a CTA's share of K, and the barriers right behind them."""
+        case = dataclasses.replace(self.CASE, k=2080, cluster=cluster, m=32)
+        operands = product.make_operands(case)
+        stage = 72 * 128 + 64 * 128
+        changes = {"down_stages": lambda _: 2, "off_down_barriers": lambda _: 2 * stage}
+        result = product.run(case, Options(policy), operands=operands, changes=changes)
+        product.check(case, operands, result)
+
+    @parameterized.parameters(
+        dict(cluster=1), dict(cluster=2), dict(cluster=2, tile_m=64, m=61, rank=16),
+        dict(cluster=1, tile_n=8, n=61),
+    )  # fmt: skip
+    def test_every_schedule_gives_the_same_bits(self, **changes):
+        """Whatever each of the waits finds at first, and whoever comes late."""
+        case = dataclasses.replace(self.CASE, k=2080, **changes)
+        operands = product.make_operands(case)
+        found = set()
+        for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
+            options = Options(policy, seed, spurious_wait=late)
+            result = product.run(case, options, operands=operands)
+            found.add((result.y.tobytes(), result.lora_act.tobytes()))
+        product.check(case, operands, result)
+        self.assertLen(found, 1)
+
+    @parameterized.product(early=(0, 6, 132), cluster=(1, 2))
+    def test_how_many_begin_early(self, early, cluster):
+        """The number of weights' stages that a CTA asks for at first is a matter of speed."""
+        case = dataclasses.replace(self.CASE, k=4128, n=77, cluster=cluster)
+        operands = product.make_operands(case)
+        changes = {"down_early": lambda _: early}
+        result = product.run(case, Options(), operands=operands, changes=changes)
+        product.check(case, operands, result)
+
+    @parameterized.parameters(0xFFFF, 0x7FFF, 0x7FC0, 0x7F80, 0xFF80)
+    def test_what_is_no_number_is_not_taken_for_what_is_to_come(self, bits):
+        """A NaN, with all bits set too, or an infinity in x or lora_down: the launch ends, and the
+        tokens or ranks that it is in are the only ones that it spoils."""
+        operands = product.make_operands(self.CASE)
+        clean = product.run(self.CASE, Options(), operands=operands).lora_act
+        spoiled = dict(operands, x=operands["x"].copy(), lora_down=operands["lora_down"].copy())
+        spoiled["x"][3, [5, 700]] = bits
+        spoiled["x"][20] = bits
+        spoiled["lora_down"][1000, 4:8] = bits
+        got = product.run(self.CASE, Options(), operands=spoiled).lora_act
+        bad = np.zeros(got.shape, bool)
+        bad[[3, 20]] = bad[:, 4:8] = True
+        self.assertFalse(np.isfinite(product.from_bf16(got[bad])).any())
+        np.testing.assert_array_equal(got[~bad], clean[~bad])
 
 
 class GemmV1(parameterized.TestCase):
