@@ -479,8 +479,8 @@ def small_cells() -> Iterator[Cell]:
                     cluster=cluster,
                     **V2_PATHS[path],
                 )
-                if fits(cell):
-                    yield cell
+                ahead = dataclasses.replace(cell, down_ahead=plan.budget.DOWN_AHEAD_CTAS)
+                yield from filter(fits, (cell, ahead))
 
 
 # ------------------------------------------------------------------------------------------------
