@@ -641,9 +641,9 @@ Error GemmV2(cudaStream_t stream, const GemmBuffers& b, const PrivateBuffers& w,
 }
 
 // With `q` LoRA-down is in this launch, if the plan says so.
-Error Decode(cudaStream_t stream, const QuantizeBuffers* q, const GemmBuffers& b,
-             const PrivateBuffers& w, const PlanAttrs& plan, const SpecAttrs& spec,
-             int device) {
+Error Decode(cudaStream_t stream, const QuantizeBuffers* q,
+             const GemmBuffers& b, const PrivateBuffers& w,
+             const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   DecodeParams p = {};
   p.act = w.act.untyped_data();
   p.act_rows = Dim(w.act, 0);
@@ -1174,8 +1174,8 @@ Error MatmulImpl(cudaStream_t stream, AnyBuffer x, AnyBuffer smooth,
       weight, weight_scale, weight_global_scale, lora_up,
       channel_scale, bias, scale_range, *out};
   if (plan.IsPrivate()) {
-    return MatmulV2(stream, q, g, {r[3], r[4], r[5], sums > 0 ? &r[6] : nullptr}, plan,
-                    spec);
+    const AnyBuffer* down_sums = sums > 0 ? &r[6] : nullptr;
+    return MatmulV2(stream, q, g, {r[3], r[4], r[5], down_sums}, plan, spec);
   }
   if (plan.IsSm100()) {
     return MatmulSm100(stream, q, g, {r[3], r[4]}, plan, spec);

@@ -574,14 +574,15 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
       p.off_down_barriers + 16 * p.down_stages > p.down_smem_bytes ||
       p.down_smem_bytes > p.smem_bytes) {
     return Precondition(
-        "plan gives LoRA-down ", p.down_ahead, " CTAs of the gemm's launch of tile_m ",
-        p.tile_m, " in clusters of ", p.down_cluster, ", ", p.down_stages,
-        " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes,
-        " of the gemm's ", p.smem_bytes, " bytes at rank ", rank, "; it needs ",
-        kDownAheadCtas, " of tile_m ", kDownAheadLeastTileM, " to ", kDownAheadTokens,
-        ", cluster 1, 2..", kDownAheadMaxStages, " stages, barriers behind ", ring,
-        " bytes of ring and ", DownV2PartialBytes(rank), " of partial sums, rank up to ",
-        kDownAheadRank);
+        "plan gives LoRA-down ", p.down_ahead,
+        " CTAs of the gemm's launch of tile_m ", p.tile_m, " in clusters of ",
+        p.down_cluster, ", ", p.down_stages, " stages, barriers at ",
+        p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
+        p.smem_bytes, " bytes at rank ", rank, "; it needs ", kDownAheadCtas,
+        " of tile_m ", kDownAheadLeastTileM, " to ", kDownAheadTokens,
+        ", cluster 1, 2..", kDownAheadMaxStages, " stages, barriers behind ",
+        ring, " bytes of ring and ", DownV2PartialBytes(rank),
+        " of partial sums, rank up to ", kDownAheadRank);
   }
   return ffi::Error::Success();
 }
@@ -623,8 +624,8 @@ ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
                           int64_t rank) {
   if (p.down_ahead != 0 && !p.QuantizerIsDecode()) {
     return Precondition("plan gives LoRA-down ", p.down_ahead,
-                        " CTAs of the gemm's launch behind quantizer ", p.q_kernel,
-                        "; it needs quantizer 5");
+                        " CTAs of the gemm's launch behind quantizer ",
+                        p.q_kernel, "; it needs quantizer 5");
   }
   if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);

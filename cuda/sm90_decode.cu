@@ -109,8 +109,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   cudaLaunchAttribute attributes[2] = {ClusterAttribute(p.splits), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const int grid =
-      static_cast<int>((p.n + p.tile_n - 1) / p.tile_n) * p.splits + a.down.ctas;
+  const int tiles = static_cast<int>((p.n + p.tile_n - 1) / p.tile_n);
+  const int grid = tiles * p.splits + a.down.ctas;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(kDecodeThreads);

@@ -105,8 +105,8 @@ constexpr int64_t DecodePartialBytes(int64_t tile_m, int64_t tile_n) {
   return (bytes + 1023) / 1024 * 1024;
 }
 
-// LoRA-down by CTAs of this launch, ahead of the others: so many, of up to so many
-// ranks, with the ring of sm90_down_v2.
+// LoRA-down by CTAs of this launch, ahead of the others: so many, of up to so
+// many ranks, with the ring of sm90_down_v2.
 constexpr int kDownAheadCtas = 4;
 constexpr int kDownAheadRank = 32;
 constexpr int kDownAheadTokens = 64;
@@ -133,7 +133,7 @@ struct DecodeParams {
   const float* token_scale;   // (m,), paths that have one
   const uint8_t* weight;      // (n, k_pad / 2)
   WeightRowParams row_inputs;  // `rows` is not used
-  void* lora_act;             // (m, rank) bf16, written if down_sums is not null
+  void* lora_act;             // (m, rank) bf16, written with down_sums
   const void* lora_up;        // (n, rank) bf16
   void* out;                  // (m, n) bf16
   int64_t m, n;               // 1 <= m <= tile_m

@@ -5,7 +5,8 @@
 //   load     one thread fills a ring of 64-k stages: x, then one box of 64 ranks per rank tile
 //   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
 // Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
-// cluster, each a share of the tokens: the same bits in every run.
+// cluster, each a share of the tokens: the same bits in every run. The roles serve sm90_decode_down.cuh too, with
+// 64 tokens.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,8 +16,8 @@
 namespace jax_w4a4 {
 
 // Every ring of the kernels: kernel, ring, the role that fills it (it waits for `empty` barriers), the
-// role that empties it (for `full` ones). Those
-// from kDecodeSums on are one barrier or a place in memory each, and nothing empties them.
+// role that empties it (for `full` ones). Those from kDecodeSums on are one barrier each, or a place in
+// memory, and nothing empties them.
 #define W4A4_RINGS(RING)                                           \
   RING(kGemmMain, "sm90_gemm_v2", "main", "load", "compute")       \
   RING(kGemmTokens, "sm90_gemm_v2", "tokens", "load", "compute")   \

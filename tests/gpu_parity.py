@@ -19,6 +19,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -88,8 +89,8 @@ class Cell:
     main_stages: int | None = None
     group_m: int | None = None
     quantizer: int | None = None
-    promote_k: int | None = None
     down_ahead: int | None = None
+    promote_k: int | None = None
     precision: str | None = None
     sign_order: str = "linear"  # "sorted": a prepared weight
 
@@ -104,8 +105,8 @@ class Cell:
     def choices(self) -> dict[str, int]:
         """What the cell forces of its plan."""
         names = (
-            "tile_m", "tile_n", "cluster", "main_stages", "group_m", "quantizer", "promote_k",
-            "down_ahead",
+            "tile_m", "tile_n", "cluster", "main_stages", "group_m", "quantizer", "down_ahead",
+            "promote_k",
         )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -392,6 +393,16 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
             for m in (1, 16, 64):
                 yield cell(rank=32, m=m, n=n, k=k)
+        # LoRA-down in the gemm's launch: CTAs without a share of K, rings that wrap, any end of K.
+        grid = itertools.product((24, 40, 64, 128), (1, 2), (40, 1032, 2208, 8200))
+        for i, (tile_n, cluster, k) in enumerate(grid):
+            for m in ((17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3]):
+                found = cell(
+                    rank=(16, 32)[(i + i // 4 + i // 8) % 2], m=m, n=269, k=k, tile_n=tile_n,
+                    cluster=cluster, down_ahead=4,
+                )  # fmt: skip
+                if fits(found):
+                    yield found
         # Block scales in turn: places taken once and again, of one CTA and of two.
         for m, tile_n, cluster, k in (
             (17, 8, 1, 8704), (64, 64, 1, 16384), (33, 40, 2, 28672), (30, 128, 1, 8704),
@@ -634,7 +645,7 @@ def problem_of(cell: Cell, spec: formats.Spec, n: int | None = None) -> plan.Pro
 
 
 def poison(aval: Any, byte: int = 0xFF) -> jax.Array:
-    """A device array of this shape and dtype whose every byte is 0xFF: NaN in every float type."""
+    """A device array of this shape and dtype of such bytes: 0xFF is NaN in every float type."""
     dtype = np.dtype(aval.dtype)
     size = int(np.prod(aval.shape)) * dtype.itemsize
     return jax.device_put(np.full(size, byte, np.uint8).view(dtype).reshape(aval.shape))

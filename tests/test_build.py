@@ -582,6 +582,7 @@ class PlanChecks(PlanCase):
 
     @parameterized.parameters(
         ("plan", "schema", 1, "INVALID_ARGUMENT.*plan schema 1"),
+        ("plan", "schema", 3, "INVALID_ARGUMENT.*plan schema 3"),
         ("plan", "kernel", 2, "FAILED_PRECONDITION.*kernel 2 runs on sm_100 and sm_103 only"),
         ("plan", "kernel", 9, "FAILED_PRECONDITION.*kernel 9; expected 1 .sm90_v1."),
         ("plan", "cc", 100, "FAILED_PRECONDITION.*sm_100"),

@@ -234,6 +234,38 @@ class HandlerErrors(parameterized.TestCase):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECON.*{text}"):
             call.run()
 
+    @parameterized.parameters(
+        (lambda r: r, None),
+        (lambda r: r[:-1], "has 6 results after y; the plan's kernel has 7"),
+        (lambda r: [*r[:-1], jax.ShapeDtypeStruct((2 * 17, 32), jnp.float32)], "down_sums is"),
+        (lambda r: [*r[:-1], jax.ShapeDtypeStruct((3 * 17, 16), jnp.float32)], "down_sums is"),
+        (lambda r: [*r[:-1], jax.ShapeDtypeStruct((3 * 17, 32), jnp.bfloat16)], "down_sums is"),
+    )
+    def test_sums_of_low_rank_down_are_checked(self, spoil, text):
+        """Of a call whose LoRA-down is in the gemm's launch."""
+        x, w = layer(17, 40, 4096, 32, "mxfp4")
+        spec = w.spec("bfloat16")
+        cell = gpu_parity.Cell("mxfp4", 32, 17, 40, 4096, kernel="sm90_decode", down_ahead=4)
+        found = gpu_parity.solve(cell, spec)
+        for_quantize, for_gemm = gpu_parity.operands_of(w, spec)
+        buffers = found.workspace(17, "matmul")
+        self.assertEqual(buffers[-1].name, "down_sums")
+        results = [jax.ShapeDtypeStruct((17, 40), jnp.bfloat16)]
+        results += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in buffers]
+
+        def f(*operands):
+            call = jax.ffi.ffi_call(primitives.FFI_TARGETS["jax_w4a4_matmul"], spoil(results))
+            return call(*operands, plan=found.ffi_attrs(), spec=spec.ffi_attrs())
+
+        def run():
+            return jax.block_until_ready(jax.jit(f)(x, *for_quantize, *for_gemm))
+
+        if text is None:
+            np.testing.assert_array_equal(run()[0], matmul(x, w, implementation="cuda"))
+            return
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)INVALID_ARGUMENT.*{text}"):
+            run()
+
     def test_client_survives_an_error(self):
         call = RawCall()
         call.plan["off_act"] = 0
@@ -305,6 +337,23 @@ class Boundary(parameterized.TestCase):
         np.testing.assert_allclose(
             default.astype(jnp.float32), xla.astype(jnp.float32), rtol=2e-2, atol=2e-2
         )
+
+    @parameterized.parameters((17, 16), (64, 32))
+    def test_low_rank_down_in_the_launch_takes_nothing_of_the_call_before(self, m, rank):
+        """Calls in a loop share a workspace, in which the last one's sums and lora_act lie: what
+        waits for this one's must not take them for these."""
+        _, w = layer(m, 512, 4096, rank, "mxfp4")
+        xs = jax.random.normal(jax.random.key(0), (50, m, 4096), jnp.bfloat16)
+        with plan.recording() as plans:
+            jax.make_jaxpr(lambda x: matmul(x, w))(xs[0])
+        self.assertEqual(plans[-1].ffi_attrs()["down_ahead"], 4)
+        loop = jax.jit(lambda xs: jax.lax.map(lambda x: matmul(x, w, implementation="cuda"), xs))
+        found = np.asarray(loop(xs).astype(jnp.float32))
+        for x, y in zip(xs, found, strict=True):
+            want = matmul(x, w, implementation="cuda").astype(jnp.float32)
+            np.testing.assert_array_equal(y, want)
+        want = jax.vmap(lambda x: matmul(x, w, implementation="xla"))(xs)
+        np.testing.assert_allclose(found, want.astype(jnp.float32), rtol=2e-2, atol=0.5)
 
     @parameterized.parameters("argument", "stack")
     def test_no_copy_of_weights(self, kind):

@@ -406,8 +406,9 @@ class Sm90DecodeTest(parameterized.TestCase):
 
     @parameterized.parameters(
         # What is not said is M = 64, N = K = 4096, rank 32.
-        ({}, 4), ({"m": 17}, 4), ({"m": 33, "rank": 16}, 4), ({"format": "nvfp4"}, 4),
-        ({"m": 16}, 0), ({"rank": 48}, 0), ({"rank": 256}, 0), ({"k": 4064}, 0), ({"k": 4128}, 4),
+        ({}, 4), ({"m": 33, "rank": 16}, 4), ({"m": 32, "k": 6112}, 0), ({"m": 17, "k": 6144}, 4),
+        ({"format": "nvfp4"}, 4), ({"m": 16, "k": 8192}, 0), ({"rank": 48}, 0), ({"rank": 256}, 0),
+        ({"k": 4064}, 0), ({"k": 4128}, 4),
         # Two CTAs per tile; tiles that leave exactly four SMs of the wave, and none.
         ({"n": 1024, "k": 8192}, 4), ({"n": 16384}, 4), ({"n": 16896}, 0), ({"n": 17408}, 4),
         ({"x_dtype": "float32"}, 0),
@@ -482,10 +483,17 @@ class Sm90DecodeTest(parameterized.TestCase):
             ],
         )
 
+    @parameterized.parameters((8, 8), (9, 9), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64))
+    def test_rows_of_activations(self, m, rows):
+        """Above 16 of them whole tiles: no box ends past the matrix."""
+        for kind in ("matmul", "gemm"):
+            (act,) = (b for b in self.solve(m=m).workspace(m, kind) if b.name == "act")
+            self.assertEqual(act.shape, (rows, 4096))
+
     @parameterized.parameters((17, 16), (64, 32))
     def test_workspace_of_down_ahead(self, m, rank):
         """Sums of all CTAs but the last; only the whole operator's, whose quantizer fills them."""
-        solved = self.solve(m=m, rank=rank)
+        solved = self.solve(m=m, k=8192, rank=rank)
         buffers = solved.workspace(m, "matmul")
         self.assertEqual(
             [(b.name, b.shape, b.dtype) for b in buffers if b.name in ("lora_act", "down_sums")],

@@ -75,6 +75,16 @@ class TableTest(parameterized.TestCase):
         self.assertEqual(tuning.load(self.path), (entry(),))
         self.assertEqual(plan.solve(PROBLEM, "sm_90").tile_m, 64)
 
+    def test_where_low_rank_down_runs_can_be_in_a_table(self):
+        """Forced out of the gemm's launch, and in, where the planner would have it otherwise."""
+        for k, planned in ((4096, 4), (2048, 0)):
+            problem = dataclasses.replace(PROBLEM, m=64, n=4096, k_pad=k, k=k, rank=32)
+            self.assertEqual(plan.solve(problem, "sm_90").ffi_attrs()["down_ahead"], planned)
+            tuning.add(
+                [dataclasses.replace(entry(problem), choices=(("down_ahead", 4 - planned),))]
+            )
+            self.assertEqual(plan.solve(problem, "sm_90").ffi_attrs()["down_ahead"], 4 - planned)
+
     @parameterized.parameters(
         ("not json", "JSONDecodeError"),
         ("{}", "KeyError"),
@@ -93,6 +103,9 @@ class TableTest(parameterized.TestCase):
         ({"choices": {"tile_m": float("inf")}}, "forced tile_m is inf"),
         ({"choices": {"group_m": 2**32}}, "forced group_m is 4294967296"),
         ({"choices": {"main_stages": 1}}, "needs 2 or more"),
+        ({"choices": {"down_ahead": "4"}}, "forced down_ahead is '4'"),
+        ({"choices": {"down_ahead": 3}}, "forced down_ahead is 3; expected 0 or 4"),
+        ({"choices": {"down_ahead": 4}}, "it is for sm90_decode behind quantizer 5"),
         ({"us": "fast"}, "us is 'fast'"),
         ({"planned_us": None}, "planned_us is None"),
         ({"target": "sm_999"}, "sm_999"),

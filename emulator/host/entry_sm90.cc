@@ -188,7 +188,6 @@ int emulator_gemm_v2(int path, int tile_m, int cluster, const void* act,
       .code;
 }
 
-// smem: in the order of DecodeSmem.
 // LoRA-down in the gemm's launch.
 struct DownAhead {
   void* sums;  // null: none
@@ -197,6 +196,7 @@ struct DownAhead {
   int k, stages, off_barriers, early;
 };
 
+// smem: in the order of DecodeSmem.
 int emulator_decode(int path, int tile_m, int tile_n, int splits, const void* act,
                     const float* token_scale, const WeightRows* rows,
                     const uint8_t* weight, void* lora_act,

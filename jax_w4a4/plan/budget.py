@@ -1031,8 +1031,8 @@ def workspace(
         tokens = (problem.k_pad // problem.block_size * ((m + tile_m + 3) // 4 * 4),)
     elif path is not None and path.token_scale:
         tokens = (m + tile_m + (4 if problem.groups else 0),)
-    # A box of activations that ends past the matrix takes the copy engine up to half as long again as
-    # the whole product (docs/notes.md): sm90_decode reads rows that nobody writes instead.
+    # A box of activations that ends past the matrix costs up to half the time of the product
+    # (docs/notes.md): sm90_decode reads rows that nobody writes instead.
     rows = tile_m if design.decode and tile_m > 16 else m
     private = (
         Buffer("act", (rows, row_bytes(problem)), "uint8"),

@@ -27,6 +27,7 @@ FAST = {
     "scales two stages past K",
     "token maximum before every warp is done",
     "exit while a peer still reads",
+    "decode: one word of lora_act is waited for",
 }
 
 
