@@ -501,7 +501,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         )
         self.assertEqual(buffers[-1].name, "down_sums")
         self.assertNotIn("down_sums", [b.name for b in solved.workspace(m, "gemm")])
-        without = self.solve(m=m, rank=rank, forced={"down_ahead": 0}.items())
+        without = self.solve(m=m, k=8192, rank=rank, forced={"down_ahead": 0}.items())
         self.assertEqual(without.workspace(m, "matmul"), buffers[:-1])
 
 
