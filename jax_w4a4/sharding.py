@@ -143,7 +143,7 @@ def _rule(operands: Any, results: Any) -> tuple[str, tuple[tuple[str, tuple[str,
     made = {factor for leaf in outs for factor in leaf.split()}
     # In order of appearance, which Shardy demands of its lists of factors.
     used = dict.fromkeys(factor for leaf in ins + outs for factor in leaf.split())
-    whole = tuple(factor for factor in used if factor in ("r", "row", "bound"))
+    whole = tuple(factor for factor in used if factor in ("r", "row", "bound", "extreme"))
     summed = tuple(factor for factor in used if factor not in made and factor not in whole)
     kinds = (("reduction_factors", summed), ("need_replication_factors", whole))
     return f"{', '.join(ins)} -> {', '.join(outs)}", tuple(kind for kind in kinds if kind[1])

@@ -219,7 +219,12 @@ class Weight:
         )
 
     def replace(self, **changes: Any) -> Weight:
-        """A copy with some fields changed; nothing is checked or cast."""
+        """A copy with some fields changed; nothing is checked or cast.
+
+        New `scales` leave no `scale_range` but one that comes with them.
+        """
+        if "scales" in changes and isinstance(self.scale_range, jax.Array | np.ndarray):
+            changes.setdefault("scale_range", None)
         return dataclasses.replace(self, **changes)
 
     def prepare(self) -> Weight:
@@ -230,15 +235,19 @@ class Weight:
         through the block scales before it multiplies; other formats stay as they are. Nothing is
         rounded, and results have the same bits, except that two CTAs which divide K count what is
         more than 26 binades under the largest scale of the whole row as zero, not of their part.
-        What changes `scales` afterwards must prepare again. Do it once, when weights are loaded and
-        outside of `jit`: in a jitted step it would be done in every call. `linear()` undoes it.
+        Kernels trust `scale_range`, and a wrong one makes results wrong: it goes where rows go, and
+        what changes `scales` by other means than `replace`, which drops it, must call
+        `linear().prepare()`. On a prepared weight without one `prepare` makes it. Do it once, when
+        weights are loaded and outside of `jit`: in a jitted step it would be done in every call.
+        `linear()` undoes it.
 
         Kernels that expand sorted codes are "sm90_decode", "sm90_v2" and "sm90_grouped", without
         precision="highest"; Blackwell's take linear ones only. Stacked weights can be prepared, and
-        so can weights of `jax.ShapeDtypeStruct`, `PartitionSpec` or `Sharding`, of which the field
-        alone changes. Prepare before sharding where an explicit mesh leaves each device a part of
-        K that is no multiple of eight: the signs of eight codes would come from several devices,
-        which is refused, here and in `linear`, `values` and `dequantize`.
+        so can weights of `jax.ShapeDtypeStruct`, `PartitionSpec` or `Sharding`, which get the field
+        and what stands for `scale_range`. It is None where K is sharded, in these and on explicit
+        meshes. Prepare before sharding where an explicit mesh leaves each device a part of K that
+        is no multiple of eight: the signs of eight codes would come from several devices, which is
+        refused, here and in `linear`, `values` and `dequantize`.
         """
         return self._in_order("sorted", "prepare") if self.format == "mxfp4" else self
 
@@ -248,22 +257,23 @@ class Weight:
 
     def _in_order(self, order: str, who: str) -> Weight:
         _check_sign_order(self.sign_order, self.format, f"Weight.{who}")
-        if self.sign_order == order:
+        if self.sign_order == order and (self.scale_range is None) == (order == "linear"):
             return self
         packed = self.packed
-        if isinstance(packed, jax.Array | np.ndarray) and packed.dtype != jax.dtypes.float0:
-            # Whole words of eight codes, in a shard too.
-            width = -(-packed.shape[-1] // 4) * 4 if packed.ndim else 4
-            _check("packed", packed, ("uint8",), (*packed.shape[:-1], width), f"Weight.{who}")
-            _check_sharded_words(packed, f"Weight.{who}")
-            packed = (formats.sort_signs if order == "sorted" else formats.unsort_signs)(packed)
-        elif not (packed is None or isinstance(packed, _NO_CODES)):
+        has_codes = isinstance(packed, jax.Array | np.ndarray) and packed.dtype != jax.dtypes.float0
+        if not (has_codes or packed is None or isinstance(packed, _NO_CODES)):
             # A box with codes in it would keep them in the other order.
             raise TypeError(
                 f"jax_w4a4.Weight.{who}: weight.packed is {type(packed).__name__}; expected an "
                 "array, or what stands for one (ShapeDtypeStruct, PartitionSpec, Sharding); take "
                 "arrays out of their boxes first"
             )
+        if has_codes and self.sign_order != order:
+            # Whole words of eight codes, in a shard too.
+            width = -(-packed.shape[-1] // 4) * 4 if packed.ndim else 4
+            _check("packed", packed, ("uint8",), (*packed.shape[:-1], width), f"Weight.{who}")
+            _check_sharded_words(packed, f"Weight.{who}")
+            packed = (formats.sort_signs if order == "sorted" else formats.unsort_signs)(packed)
         found = _range_of(self.scales) if order == "sorted" else None
         return self.replace(packed=packed, sign_order=order, scale_range=found)
 
@@ -359,7 +369,7 @@ class Weight:
           format: "nvfp4", "mxfp4" or "int4".
           k: logical K; default 2 * packed.shape[-1].
           **optional: any other field of `Weight` but block_size. Vectors are cast to float32; a
-            (1,) scalar is accepted for the global scales.
+            (1,) scalar is accepted for the global scales. `scale_range` is made anew.
 
         Returns:
           A checked weight; K is padded with zero codes and zero scales where the layout needs it.
@@ -552,14 +562,16 @@ def _range_of(scales: Any) -> Any:
 
     None where K is sharded by name: a row's largest scale would need communication.
     """
-    if isinstance(scales, jax.ShapeDtypeStruct):
-        sharding = None if scales.sharding is None else _range_of(scales.sharding)
-        if sharding is None and scales.sharding is not None:
+    if isinstance(scales, jax.ShapeDtypeStruct | jax.core.ShapedArray):
+        spec = getattr(scales.sharding, "spec", ())
+        if len(spec) == len(scales.shape) and spec[-1] is not None:
             return None
-        return jax.ShapeDtypeStruct((*scales.shape[:-1], 2), jnp.uint8, sharding=sharding)
+        return scales.update(shape=(*scales.shape[:-1], 2), dtype=jnp.dtype(jnp.uint8))
     if isinstance(scales, jax.sharding.NamedSharding):
         spec = _range_of(scales.spec)
-        return None if spec is None else jax.sharding.NamedSharding(scales.mesh, spec)
+        if spec is None:
+            return None
+        return jax.sharding.NamedSharding(scales.mesh, spec, memory_kind=scales.memory_kind)
     if isinstance(scales, PartitionSpec):
         # That of a whole matrix says so of K; dimensions that a shorter one leaves out are whole.
         return None if len(scales) > 1 and scales[-1] is not None else scales
@@ -818,7 +830,7 @@ def _from_packed(
         **fields,
     )
     _validate(w, who)
-    return w.replace(scale_range=_range_of(w.scales)) if order == "sorted" else w
+    return w.replace(scale_range=_range_of(w.scales) if order == "sorted" else None)
 
 
 def _zero_padding(packed: Array, k: int, k_pad: int, order: str) -> Array:

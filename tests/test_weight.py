@@ -142,6 +142,54 @@ class PrepareTest(parameterized.TestCase):
         same(jax.jit(Weight.prepare)(w), p)
         self.assertEqual(p.spec("bfloat16"), w.spec("bfloat16").replace(sign_order="sorted"))
 
+    def test_range_of_other_scales_does_not_stay(self):
+        """Kernels trust it: a stale one gives wrong results, which no CPU would show."""
+        p = cases.weight(8, 64, "mxfp4").prepare()
+        other = cases.weight(8, 64, "mxfp4", seed=1).prepare()
+        self.assertFalse(np.array_equal(p.scale_range, other.scale_range))
+        changed = p.replace(packed=other.packed, scales=other.scales)
+        self.assertIsNone(changed.scale_range)
+        np.testing.assert_array_equal(changed.prepare().packed, other.packed)
+        np.testing.assert_array_equal(changed.prepare().scale_range, other.scale_range)
+        both = p.replace(scales=other.scales, scale_range=other.scale_range)
+        self.assertIs(both.scale_range, other.scale_range)
+        # What stands for arrays is no range of anything.
+        specs = p.shard_specs("tp")
+        self.assertIs(specs.replace(scales=specs.packed).scale_range, specs.scale_range)
+        # Nor is one from outside taken on trust.
+        wrong = jnp.zeros_like(p.scale_range)
+        for w in (p, p.linear()):
+            args = (w.packed, w.scales)
+            made = Weight.from_packed(
+                *args, format="mxfp4", sign_order=w.sign_order, scale_range=wrong
+            )
+            np.testing.assert_array_equal(made.scale_range, w.scale_range)
+        self.assertIsNone(p.linear().replace(scale_range=wrong).linear().scale_range)
+
+    def test_range_of_what_stands_for_scales(self):
+        w = cases.weight(8, 64, "mxfp4")
+        p = w.prepare()
+        for shapes in (jax.typeof, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)):
+            found = jax.tree.map(shapes, w).prepare()
+            same_shapes = jax.tree.map(
+                lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), found, p
+            )
+            self.assertTrue(all(jax.tree.leaves(same_shapes)))
+        mesh = jax.make_mesh((1,), ("tp",))
+        host = jax.devices()[0].addressable_memories()[0].kind
+        spec = jax.sharding.PartitionSpec
+        at = jax.sharding.NamedSharding(mesh, spec("tp"), memory_kind=host)
+        self.assertEqual(jax.tree.map(lambda a: at, w).prepare().scale_range, at)
+        # K, the last dimension of a stack, is whole where the spec ends before it.
+        stack = jax.tree.map(lambda a: jnp.stack([a, a]), w)
+        for axes, kept in ((("tp", None), True), ((None, "tp"), True), ((None, None, "tp"), False)):
+            at = jax.sharding.NamedSharding(mesh, spec(*axes))
+            scales = jax.ShapeDtypeStruct(stack.scales.shape, stack.scales.dtype, sharding=at)
+            found = jax.eval_shape(lambda w: w, stack).replace(scales=scales).prepare().scale_range
+            self.assertEqual(found is not None, kept, axes)
+            if found is not None:
+                self.assertEqual((found.shape, found.sharding), ((2, 8, 2), at))
+
     def test_every_reader_honours_it(self):
         w = cases.weight(8, 100, "mxfp4")
         p = w.prepare()
