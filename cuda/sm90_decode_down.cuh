@@ -1,8 +1,8 @@
 // LoRA-down in the decode GEMM's launch: the CTAs ahead of the GEMM's divide K. All but the last leave their
 // sums in memory, and the last adds those to its own, in the order of the CTAs, and leaves lora_act. What
 // is not there yet is told from what is by its bits: the launch before fills both with kNotYet, a NaN that no
-// sum is. Every CTA waits for such of lower numbers only, which are dispatched no later: the launch ends on
-// any number of SMs.
+// sum is. Every CTA waits for such of lower numbers only: as CTAs are dispatched in the order of
+// their numbers, which was seen and is not documented, the launch ends on any number of SMs.
 #pragma once
 
 #include <cuda_bf16.h>
