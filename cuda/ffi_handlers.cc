@@ -646,7 +646,6 @@ Error Decode(cudaStream_t stream, const QuantizeBuffers* q,
              const PlanAttrs& plan, const SpecAttrs& spec, int device) {
   DecodeParams p = {};
   p.act = w.act.untyped_data();
-  p.act_rows = Dim(w.act, 0);
   p.token_scale = static_cast<const float*>(w.token_scale.untyped_data());
   p.weight = static_cast<const uint8_t*>(b.weight.untyped_data());
   p.row_inputs = WeightRows(b, w, Dim(b.weight, 0));

@@ -42,12 +42,12 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   sm90::DecodeArgs a = {};
   a.rows = sm90::row_inputs_args(path, p.row_inputs,
                                  block == 0 ? 1 : p.k_pad / block);
-  a.m = static_cast<int>(p.m);
-  a.n = static_cast<int>(p.n);
   a.token_scale = p.token_scale;
   a.lora_act = static_cast<const __nv_bfloat16*>(p.lora_act);
   a.lora_up = static_cast<const __nv_bfloat16*>(p.lora_up);
   a.y = static_cast<__nv_bfloat16*>(p.out);
+  a.m = static_cast<int>(p.m);
+  a.n = static_cast<int>(p.n);
   a.steps = static_cast<int>(DecodeSteps(p.tile_n, p.k_pad));
   a.splits = p.splits;
   a.rank = p.rank;
@@ -93,7 +93,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   const int piece = sm90::kBoxBytes / width;
   maps.EncodePieces(
       "activation", &a.act,
-      {p.act, p.act_rows, columns,
+      {p.act, DecodeActRows(p.m, tile_m), columns,
        width == 1 ? u8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, width},
       tile_m, piece, DecodeTileK(p.tile_n) / piece, swizzle);
   a.scale_map = DecodeScaleMap(path, p.tile_n, p.k_pad, p.splits);

@@ -128,8 +128,8 @@ constexpr int64_t DecodeActRows(int64_t m, int64_t tile_m) {
 }
 
 struct DecodeParams {
-  const void* act;            // (act_rows, GemmV2ActBytes), private layout of GEMM v2
-  int64_t act_rows;           // DecodeActRows(m, tile_m)
+  // (DecodeActRows(m, tile_m), GemmV2ActBytes), private layout of GEMM v2
+  const void* act;
   const float* token_scale;   // (m,), paths that have one
   const uint8_t* weight;      // (n, k_pad / 2)
   WeightRowParams row_inputs;  // `rows` is not used

@@ -205,7 +205,6 @@ int emulator_decode(int path, int tile_m, int tile_n, int splits, const void* ac
                     int dependent, int device, const DownAhead* down) {
   DecodeParams p = {};
   p.act = act;
-  p.act_rows = DecodeActRows(m, tile_m);
   p.token_scale = token_scale;
   p.weight = weight;
   p.row_inputs = Unpack(*rows);

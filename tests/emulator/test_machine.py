@@ -389,6 +389,13 @@ READ:
   st.global.u32 [%d7], %r4;
 END:
 """
+# Eight lanes go on, each with 16 bytes of its own in %d8.
+EIGHT_VECTORS = """
+  mul.wide.u32 %d8, %r1, 12;
+  add.s64 %d8, %d5, %d8;
+  setp.gt.u32 %p2, %r1, 7;
+  @%p2 bra END;
+"""
 RELAXED_STORE = "st.relaxed.gpu.global.u32 [%d5], %r20;"
 RELAXED_LOADS = "ld.relaxed.gpu.global.u32 %r3, [%d5]; ld.relaxed.gpu.global.u32 %r4, [%d5];"
 OLD, NEW = 7, np.arange(1000, 1032)
@@ -423,12 +430,7 @@ class Relaxed(parameterized.TestCase):
 
     def test_every_word_of_a_vector_is_asked_for(self):
         """A plain store among relaxed ones is a race wherever in the vector it is."""
-        head = """
-          mul.wide.u32 %d8, %r1, 12;
-          add.s64 %d8, %d5, %d8;
-          setp.gt.u32 %p2, %r1, 7;
-          @%p2 bra END;
-        """
+        head = EIGHT_VECTORS
         load = head + "ld.relaxed.gpu.global.v4.u32 {%r3, %r4, %r5, %r6}, [%d8];"
         relaxed = "st.relaxed.gpu.global.v4.u32 [%d8], {%r20, %r20, %r20, %r20};"
         self.assertIn(1000, self.two(head + relaxed, load))
@@ -447,13 +449,7 @@ class Relaxed(parameterized.TestCase):
         self.assertEqual(pairs, {(False, False), (False, True), (True, True)})
 
     def test_words_of_a_vector_are_late_each_for_itself(self):
-        head = """
-          mul.wide.u32 %d8, %r1, 12;
-          add.s64 %d8, %d5, %d8;
-          setp.gt.u32 %p2, %r1, 7;
-          @%p2 bra END;
-          mov.u32 %r21, 5; mov.u32 %r22, 6;
-        """
+        head = EIGHT_VECTORS + "mov.u32 %r21, 5; mov.u32 %r22, 6;"
         store = head + "st.relaxed.gpu.global.v2.u32 [%d8], {%r21, %r22};"
         load = head + "ld.relaxed.gpu.global.v2.u32 {%r3, %r4}, [%d8];"
         found = set()
