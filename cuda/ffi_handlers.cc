@@ -683,7 +683,7 @@ Error Decode(cudaStream_t stream, const QuantizeBuffers* q,
                    stream);
   return Launched("gemm sm90_decode", done,
                   DecodeKernel(plan.V2Path(), tile_m, p.tile_n), device,
-                  kDecodeThreads, p.smem.total_bytes, p.splits);
+                  DecodeThreads(tile_m), p.smem.total_bytes, p.splits);
 }
 
 // The gemm of a plan that reads the private layout.

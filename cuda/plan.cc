@@ -253,10 +253,10 @@ ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    "); expected tile_n a multiple of 8 up to ",
                    kDecodeMaxTileN, " and a compiled path and tile_m");
   }
-  if (p.tile_k != DecodeTileK(p.tile_n) || p.cluster < 1 ||
+  if (p.tile_k != DecodeTileK(p.tile_m, p.tile_n) || p.cluster < 1 ||
       p.cluster > kDecodeMaxSplits ||
-      DecodeSteps(p.tile_n, s.k_pad) < p.cluster ||
-      p.threads != kDecodeThreads || p.main_stages < 2 ||
+      DecodeSteps(p.tile_m, p.tile_n, s.k_pad) < p.cluster ||
+      p.threads != DecodeThreads(p.tile_m) || p.main_stages < 2 ||
       p.main_stages > kDecodeMaxStages || p.lora_stages != 0 ||
       p.store_stages != 1 || p.group_m != 0 || p.promote_k != 0) {
     return Invalid("kernel sm90_decode can't run tile_k ", p.tile_k,
@@ -264,9 +264,9 @@ ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
                    ", group_m ", p.group_m, ", promote_k ", p.promote_k, ", ",
                    p.threads, " threads, stages main ", p.main_stages,
                    " lora ", p.lora_stages, " store ", p.store_stages,
-                   "; expected tile_k ", DecodeTileK(p.tile_n),
+                   "; expected tile_k ", DecodeTileK(p.tile_m, p.tile_n),
                    ", cluster 1 | 2 with a stage of K for each CTA, group_m and "
-                   "promote_k 0, ", kDecodeThreads,
+                   "promote_k 0, ", DecodeThreads(p.tile_m),
                    " threads, stages main 2..", kDecodeMaxStages,
                    " lora 0 store 1");
   }
@@ -398,7 +398,7 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
   const int64_t slab = DecodeSlabBytes(p.tile_m, p.tile_n);
   // 1024: the swizzle of 128-byte rows repeats every eight of them.
   const Region slot[] = {
-      {"weight", p.off_weight, p.bytes_weight, DecodeWeightBytes(p.tile_n), 1,
+      {"weight", p.off_weight, p.bytes_weight, DecodeWeightBytes(p.tile_m, p.tile_n), 1,
        1024},
       {"act", p.off_act, p.bytes_act,
        DecodeActBytes(p.V2Path(), p.tile_m, p.tile_n), 1, 1024},

@@ -17,13 +17,12 @@ W4A4_DECODE_KERNELS
 }  // namespace sm90
 
 static_assert(sm90::kBoxBytes == kGemmV2RowBytes);
-static_assert(32 * (sm90::kMultiplyWarps + 1 + sm90::kAddWarps) == kDecodeThreads);
 
 const void* DecodeKernel(GemmV2Path path, int tile_m, int tile_n) {
   if (tile_n < 8 || tile_n > kDecodeMaxTileN || tile_n % 8 != 0) return nullptr;
 #define W4A4_KERNEL(name, tile)                               \
   if (path == GemmV2Path::k##name && tile_m == tile) {        \
-    return sm90::decode_##name##_##tile(DecodeShapeOf(tile_n).rows); \
+    return sm90::decode_##name##_##tile(DecodeShapeOf(tile_m, tile_n).rows); \
   }
   W4A4_DECODE_KERNELS
 #undef W4A4_KERNEL
@@ -48,7 +47,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.y = static_cast<__nv_bfloat16*>(p.out);
   a.m = static_cast<int>(p.m);
   a.n = static_cast<int>(p.n);
-  a.steps = static_cast<int>(DecodeSteps(p.tile_n, p.k_pad));
+  a.steps = static_cast<int>(DecodeSteps(tile_m, p.tile_n, p.k_pad));
   a.splits = p.splits;
   a.rank = p.rank;
   a.tile_n = p.tile_n;
@@ -56,7 +55,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.stage_bytes = p.smem.stage_bytes;
   a.off_act = p.smem.act;
   a.scale_boxes = static_cast<int>(
-      DecodeScaleBoxes(path, p.tile_n, p.k_pad, p.splits));
+      DecodeScaleBoxes(path, tile_m, p.tile_n, p.k_pad, p.splits));
   a.scale_slots = static_cast<int>(DecodeScaleSlots(
       path, tile_m, p.tile_n, p.k_pad, p.splits, p.stages));
   a.off_scales = p.smem.scales;
@@ -95,8 +94,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
       "activation", &a.act,
       {p.act, DecodeActRows(p.m, tile_m), columns,
        width == 1 ? u8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, width},
-      tile_m, piece, DecodeTileK(p.tile_n) / piece, swizzle);
-  a.scale_map = DecodeScaleMap(path, p.tile_n, p.k_pad, p.splits);
+      tile_m, piece, DecodeTileK(tile_m, p.tile_n) / piece, swizzle);
+  a.scale_map = DecodeScaleMap(path, tile_m, p.tile_n, p.k_pad, p.splits);
   if (a.scale_map) {
     maps.Encode("weight_scale", &a.scales,
                 {p.row_inputs.weight_scale, p.n, a.rows.scale_blocks, u8, 1},
@@ -113,7 +112,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   const int grid = tiles * p.splits + a.down.ctas;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
-  config.blockDim = dim3(kDecodeThreads);
+  config.blockDim = dim3(DecodeThreads(tile_m));
   config.dynamicSmemBytes = p.smem.total_bytes;
   config.stream = stream;
   config.attrs = attributes;

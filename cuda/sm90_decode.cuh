@@ -1,16 +1,16 @@
-// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 64,
+// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 128,
 // bound by reading W. One CTA per SM takes 8 to 128 weight rows, all tokens and all of K; the number of
 // rows makes about as many CTAs as there are SMs. Where N is too small for that a cluster of two CTAs
 // shares the rows and divides K.
 //
-// Roles in a CTA of 20 warps:
-//   load      one thread of warp 16 fetches the block scales and streams weights and activations through
+// Roles in a CTA of 20 warps, or of 12 with 128 tokens:
+//   load      one thread of the warp behind the multiply warps fetches the block scales and streams weights and activations through
 //             a ring. Scales and the first weights, arguments of the program, are on their way before
 //             the launch before has ended.
-//   multiply  warps 0..15, four warpgroups that divide K (and 65 rows or more) among them. Each
+//   multiply  four warpgroups, or two, that divide K (and 65 rows or more) among them. Each
 //             expands its 4-bit weights in registers (sm90_expand.cuh) and adds up Y^T = W X^T; the
 //             sums meet in shared memory and are added in the order of the warpgroups.
-//   add       warps 17..19 work out the low-rank product meanwhile, on mma.sync, from L2.
+//   add       the last three warps work out the low-rank product meanwhile, on mma.sync, from L2.
 // With many tokens the first CTAs may do LoRA-down instead (sm90_decode_down.cuh), for which the add warps
 // of the others wait: x need not wait for it.
 //
@@ -44,10 +44,14 @@
 namespace jax_w4a4::sm90 {
 
 constexpr int kBoxBytes = 128;  // of a row of weights or a token in one box
-constexpr int kMultiplyWarps = 16;
-constexpr int kMultiplyThreads = 32 * kMultiplyWarps;
-constexpr int kLoadWarp = kMultiplyWarps;
 constexpr int kAddWarps = 3;
+// Two warpgroups with more than 64 tokens: the sums of four would leave no registers for weights.
+template <int kTokens>
+constexpr int kMultiplyWarps = DecodeThreads(kTokens) / 32 - 1 - kAddWarps;
+template <int kTokens>
+constexpr int kMultiplyThreads = 32 * kMultiplyWarps<kTokens>;
+template <int kTokens>
+constexpr int kLoadWarp = kMultiplyWarps<kTokens>;
 // Named barriers.
 constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
 constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
@@ -104,13 +108,13 @@ __device__ __forceinline__ bool finishes(const DecodeArgs& args, const Share& sh
 }
 
 // kRows and the division of the work; see DecodeShape.
-template <class Path, int kMostRows>
+template <class Path, int kTokens, int kMostRows>
 struct Division {
-  static constexpr DecodeShape kShape = DecodeShapeOf(kMostRows);
+  static constexpr DecodeShape kShape = DecodeShapeOf(kTokens, kMostRows);
   static constexpr int kRows = kShape.rows;
   static constexpr int kGroups = kShape.k_groups;
   static constexpr int kBoxes = kShape.boxes;
-  static constexpr int kBlocks = 4 / kGroups;         // warpgroups along the rows
+  static constexpr int kBlocks = kMultiplyWarps<kTokens> / 4 / kGroups;  // warpgroups along the rows
   static constexpr int kHalves = kRows == 32 ? 1 : 2;  // rows of the MMA that a thread serves
   static constexpr int kStageK = kBoxes * kDecodeBoxK;
   // Of K per warpgroup and stage: what one fragment's worth of a path covers, Path::kStageK.
@@ -172,7 +176,7 @@ __device__ __forceinline__ uint32_t scale_box(const DecodeArgs& args, uint32_t s
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_weights(const DecodeArgs& args, uint32_t slot, uint32_t full,
                                              int step, int n0) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
 #pragma unroll
   for (int box = 0; box < D::kBoxes; ++box) {
     tma_load_2d(slot + box * args.tile_n * kBoxBytes, &args.weight, full,
@@ -183,7 +187,7 @@ __device__ __forceinline__ void load_weights(const DecodeArgs& args, uint32_t sl
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_activations(const DecodeArgs& args, uint32_t slot,
                                                  uint32_t full, int step) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   tma_load_3d(slot + args.off_act, &args.act, full, 0, 0, step * D::kGroups * D::kRecords);
 }
 
@@ -194,17 +198,20 @@ struct ScaleShare {
   int bytes;   // that the CTA uses, zeros past `blocks`
 };
 
-template <class Path, int kRows>
+template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const Share& share) {
-  constexpr int kStepBytes = Division<Path, kRows>::kScaleBytes;
+  constexpr int kStepBytes = Division<Path, kTokens, kRows>::kScaleBytes;
   const int first = share.first_step * kStepBytes;
   return {first, args.rows.scale_blocks - first, share.steps * kStepBytes};
 }
 
 // Whether LoRA-down is in this launch.
 template <int kTokens>
+constexpr bool kMayBeAhead = kTokens >= kDownAheadLeastTileM && kTokens <= kDownAheadTokens;
+
+template <int kTokens>
 __device__ __forceinline__ bool down_is_ahead(const DecodeArgs& args) {
-  return kTokens > 16 && args.down.ctas > 0;
+  return kMayBeAhead<kTokens> && args.down.ctas > 0;
 }
 
 // Stages of weights that are asked for at once, and how many by the time that the block scales are there.
@@ -220,7 +227,7 @@ __device__ __forceinline__ int first_stages(const DecodeArgs& args, const Share&
 }
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ int early_stages(const DecodeArgs& args, const Share& share) {
-  if (args.steps * Division<Path, kRows>::kStageK <= 4096 || down_is_ahead<kTokens>(args)) {
+  if (args.steps * Division<Path, kTokens, kRows>::kStageK <= 4096 || down_is_ahead<kTokens>(args)) {
     return first_stages<kTokens>(args, share);
   }
   return min(min(4, args.stages - in_last_stage(args)), share.steps);
@@ -228,7 +235,7 @@ __device__ __forceinline__ int early_stages(const DecodeArgs& args, const Share&
 
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ uint32_t stage_bytes(int tile_n) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   return D::kBoxes * tile_n * kBoxBytes + D::kGroups * D::kRecords * kTokens * kBoxBytes;
 }
 
@@ -244,11 +251,11 @@ __device__ __forceinline__ void load_stages(const DecodeArgs& args, uint32_t sme
 }
 
 // The boxes of block scales that come during the loop, from L2, each with the weights of a stage.
-template <class Path, int kRows>
+template <class Path, int kTokens, int kRows>
 struct NextScales {
   // Stages that a box covers.
   static constexpr int kStages =
-      Path::kStageScales > 0 ? kDecodeScaleBox / Division<Path, kRows>::kScaleBytes : 1;
+      Path::kStageScales > 0 ? kDecodeScaleBox / Division<Path, kTokens, kRows>::kScaleBytes : 1;
   int box, step;
 
   // The slot of a stage is free once the stage so many before is through, here the last of the box whose
@@ -264,7 +271,7 @@ struct NextScales {
   __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, uint32_t full,
                                        const Share& share) {
     tma_load_2d(scale_box(args, smem, box % args.scale_slots), &args.scales, full,
-                scale_share<Path, kRows>(args, share).first + box * kDecodeScaleBox, share.n0);
+                scale_share<Path, kTokens, kRows>(args, share).first + box * kDecodeScaleBox, share.n0);
     ++box;
     step += kStages;
   }
@@ -281,7 +288,7 @@ __device__ __forceinline__ void load_early(const DecodeArgs& args, uint32_t smem
     // Nothing is multiplied before all of them are there.
     const uint32_t barrier = scale_barrier(args, smem);
     const uint32_t box_bytes = args.tile_n * kDecodeScaleBox;
-    const int first = scale_share<Path, kRows>(args, share).first;
+    const int first = scale_share<Path, kTokens, kRows>(args, share).first;
     const int boxes = in_turn(args) && !in_last_stage(args) ? args.scale_slots : args.scale_boxes;
     mbarrier_arrive_expect_tx(barrier, boxes * box_bytes);
     for (int box = 0; box < boxes; ++box) {
@@ -303,7 +310,7 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
   load_stages<Path, kTokens, kRows>(args, smem, ring, share, first, early);
   RingState stage;
   grid_dependency_wait();
-  NextScales<Path, kRows> scales(args);
+  NextScales<Path, kTokens, kRows> scales(args);
   for (int step = 0; step < share.steps; ++step) {
     const uint32_t slot = smem + stage.slot * args.stage_bytes;
     const uint32_t full = ring.full(stage);
@@ -326,7 +333,7 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
 
 // A thread's pieces of kBytes of the rows' block scales: lanes beside each other take neighbours in a
 // row, warps take whole rows.
-template <int kBytes>
+template <int kBytes, int kWarps>
 struct ScaleWalk {
   int log_lanes;  // lanes along a row
   int pieces;     // of a row
@@ -348,7 +355,7 @@ struct ScaleWalk {
     // The same for all lanes of a row.
     if (piece - first(lane) >= pieces) {
       piece = first(lane);
-      row += kMultiplyWarps << (5 - log_lanes);
+      row += kWarps << (5 - log_lanes);
     }
   }
 };
@@ -360,11 +367,11 @@ __device__ __forceinline__ uint32_t scale_place(const DecodeArgs& args, uint32_t
 }
 
 // Block scales of all rows where the copy engine can't fetch them, in pieces of kBytes.
-template <int kBytes>
+template <int kBytes, int kWarps>
 __device__ __forceinline__ void copy_scales(const DecodeArgs& args, const ScaleShare& share, int n0,
                                             uint32_t smem, int warp, int lane) {
   const int bytes = (share.bytes + 15) / 16 * 16;  // as find_extremes reads them
-  for (ScaleWalk<kBytes> at(bytes, warp, lane); at.more(args.tile_n, lane); at.advance(lane)) {
+  for (ScaleWalk<kBytes, kWarps> at(bytes, warp, lane); at.more(args.tile_n, lane); at.advance(lane)) {
     if (at.row >= args.tile_n || at.piece >= at.pieces) continue;
     const int offset = at.piece * kBytes;
     const int row = min(n0 + at.row, args.n - 1);
@@ -438,7 +445,7 @@ __device__ __forceinline__ bool some_flush(const DecodeArgs& args, uint32_t smem
 
 // What the multiply warps do while the launch before may still be running: block scales and RowInputs
 // into shared memory. `begun` makes the barriers of the load warp known.
-template <class Path, int kRows, class Begun>
+template <class Path, int kTokens, int kRows, class Begun>
 __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem,
                                              const Share& share, int warp, int lane, Begun begun) {
   const int n0 = share.n0;
@@ -454,11 +461,11 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       write(thread, int4_row_inputs(args.rows, min(n0 + thread, args.n - 1)));
     }
   } else {
-    constexpr int kLanes = kMultiplyThreads / kRows;  // of a row
+    constexpr int kLanes = kMultiplyThreads<kTokens> / kRows;  // of a row
     const int row = thread / kLanes;
-    const ScaleShare scales = scale_share<Path, kRows>(args, share);
+    const ScaleShare scales = scale_share<Path, kTokens, kRows>(args, share);
     const bool words = args.rows.scale_blocks % 4 == 0;
-    if (!args.scale_map && words) copy_scales<4>(args, scales, n0, smem, warp, lane);
+    if (!args.scale_map && words) copy_scales<4, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
     const RowFactors factors = row_factors(args.rows, min(n0 + row, args.n - 1));
     const bool ranged = kMayFlush<Path> && args.rows.scale_range != nullptr;
     ScaleRange range = {};
@@ -467,9 +474,9 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     if (args.scale_map) {
       watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
     } else {
-      if (!words) copy_scales<1>(args, scales, n0, smem, warp, lane);
+      if (!words) copy_scales<1, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
       wait_copies();
-      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
     }
     // The same for a whole warp, as tile_n is a multiple of 8: its lanes exchange what they find.
     if (row < args.tile_n) {
@@ -489,7 +496,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       mbarrier_arrive_if(seen_barrier(args, smem), lane == 0);
     }
   }
-  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
 }
 
 // A lane's bytes of the block scales of one record.
@@ -531,7 +538,7 @@ template <class Path, int kTokens, int kRows, bool kFlush>
 __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                          int steps, float (&acc)[kTokens / 2], int group, int row_unit,
                                          int lane) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   using Fragments = uint32_t[4][4];
   const int q = lane % 4;
   // First record of this warpgroup in a stage.
@@ -717,7 +724,7 @@ template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t smem,
                                               const float (&acc)[kTokens / 2], int group, int row_unit,
                                               int lane) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   const uint32_t sum = smem + args.off_partial + group * kTokens * kRows * 4;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
@@ -728,7 +735,7 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
 // Bytes of the peer's sums: units of the tokens that this CTA finishes.
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ uint32_t peer_bytes(const DecodeArgs& args, const Share& share) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   constexpr int kHalf = kTokens / 2;
   const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;
   const int tokens = min(max(args.m - share.rank * kHalf, 0), kHalf);
@@ -753,10 +760,10 @@ __device__ __forceinline__ void store_pair(const DecodeArgs& args, __nv_bfloat16
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& share, uint32_t smem,
                                        int warp, int lane) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   using Sum = typename Path::Accumulator;
   constexpr int kTokenUnits = kTokens / 8;
-  constexpr int kWarps = kMultiplyWarps / D::kRowUnits;  // that share the tokens
+  constexpr int kWarps = kMultiplyWarps<kTokens> / D::kRowUnits;  // that share the tokens
   const int row_unit = warp % D::kRowUnits;
   const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
   float scale_lo[D::kHalves], scale_hi[D::kHalves], bias[D::kHalves];
@@ -884,7 +891,7 @@ __device__ __forceinline__ void multiply_ranks(float (&acc)[4], const LoraUp& up
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem,
                                              const Share& share, int warp, int lane) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
   constexpr int kBlocks = (kRows / 16 + kAddWarps - 1) / kAddWarps;
   constexpr int kHeld = kBlocks < 3 ? kTokens : kPart;  // whose ranks registers have room for
@@ -960,16 +967,16 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
 // With few tokens registers leave room on an SM for a CTA of the quantizer, as many as launch bounds of
 // 1024 threads say (64).
 template <int kTokens>
-constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : kDecodeThreads;
+constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : DecodeThreads(kTokens);
 
 template <class Path, int kTokens, int kRows>
 __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
-  using D = Division<Path, kRows>;
+  using D = Division<Path, kTokens, kRows>;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
-  if constexpr (kTokens > 16) {
+  if constexpr (kMayBeAhead<kTokens>) {
     if (static_cast<int>(blockIdx.x) < args.down.ctas) {
-      down_ahead<kDecodeThreads, kLoadWarp>(args.down, smem_address(dynamic_smem));
+      down_ahead<DecodeThreads(kTokens), kLoadWarp<kTokens>>(args.down, smem_address(dynamic_smem));
       return;
     }
   }
@@ -981,10 +988,10 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecode));
   // For the peer, which writes here at the end. Relaxed: all that it has to know of is the barrier of the
   // sums, and the load warp arrives behind a fence of its own.
-  if (args.splits > 1 && warp != kLoadWarp) cluster_arrive_relaxed();
+  if (args.splits > 1 && warp != kLoadWarp<kTokens>) cluster_arrive_relaxed();
 
-  if (warp < kMultiplyWarps) {
-    prepare_rows<Path, kRows>(args, smem, share, warp, lane, [] { __syncthreads(); });
+  if (warp < kMultiplyWarps<kTokens>) {
+    prepare_rows<Path, kTokens, kRows>(args, smem, share, warp, lane, [] { __syncthreads(); });
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
@@ -1002,21 +1009,21 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
       run(std::false_type());
     }
     // Everyone is through with the ring, over which the sums are laid.
-    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);
+    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
     store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
-    named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
+    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);
     if (args.splits > 1) cluster_wait();
     finish<Path, kTokens, kRows>(args, share, smem, warp, lane);
     return;
   }
-  if (warp == kLoadWarp) {
+  if (warp == kLoadWarp<kTokens>) {
     if (elect_one()) {
       prefetch_tensor_map(&args.weight);
       if (args.scale_map) prefetch_tensor_map(&args.scales);
       prefetch_tensor_map(&args.act);
-      ring.init(kMultiplyWarps);
+      ring.init(kMultiplyWarps<kTokens>);
       mbarrier_init(scale_barrier(args, smem), 1);
-      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps);
+      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);
       mbarrier_init(sum_barrier(args, smem), 1);
       fence_mbarrier_init();
       if (args.splits > 1) {
@@ -1032,23 +1039,32 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     __syncwarp();
   } else {
     __syncthreads();
-    const int token = threadIdx.x - 32 * (kLoadWarp + 1);
+    const int token = threadIdx.x - 32 * (kLoadWarp<kTokens> + 1);
     // An argument of the program: no need to wait. Where the loop is long it would only stand in the way of
     // lora_down, which the launch before reads.
     constexpr int kLongLoop = 12;
     if (args.rank > 0 && share.steps < kLongLoop) prefetch_lora_up(args, share, token);
     grid_dependency_wait();
-    static_assert(kTokens <= 32 * kAddWarps);
-    const bool has_scale = Path::kTokenScale && token < args.m;
-    const float token_scale = has_scale ? args.token_scale[token] : 0.0f;
-    if (args.rank > 0) {
-      add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp - 1, lane);
+    constexpr int kAddThreads = 32 * kAddWarps;
+    constexpr int kScales = (kTokens + kAddThreads - 1) / kAddThreads;  // of a thread
+    float token_scale[kScales];
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+      const int of = token + i * kAddThreads;
+      token_scale[i] = Path::kTokenScale && of < args.m ? args.token_scale[of] : 0.0f;
     }
-    if (Path::kTokenScale && token < kTokens) {
-      store_shared_u32(smem + args.off_tokens + token * 4, __float_as_uint(token_scale));
+    if (args.rank > 0) {
+      add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp<kTokens> - 1, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+      const int of = token + i * kAddThreads;
+      if (Path::kTokenScale && of < kTokens) {
+        store_shared_u32(smem + args.off_tokens + of * 4, __float_as_uint(token_scale[i]));
+      }
     }
     __syncwarp();
-    named_barrier_arrive(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);
+    named_barrier_arrive(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);
   }
   if (args.splits > 1) cluster_wait();
 }

@@ -13,27 +13,28 @@ typedef struct CUstream_st* cudaStream_t;
 namespace jax_w4a4 {
 
 // Fixed by the kernel; a plan must ask for exactly these.
-constexpr int kDecodeThreads = 640;
+constexpr int DecodeThreads(int64_t tile_m) { return tile_m > 64 ? 384 : 640; }
 constexpr int kDecodeMaxStages = 16;
 constexpr int kDecodeMaxTileN = 128;
 constexpr int kDecodeMaxSplits = 2;
 // A box of weights is 128 bytes wide.
 constexpr int kDecodeBoxK = 256;
 
-// How the four compute warpgroups of a CTA share its weight rows and K, by the
-// number of rows.
+// How the compute warpgroups of a CTA share its weight rows and K, by the number
+// of rows: four warpgroups, or two whose registers hold the sums of 128 tokens.
 struct DecodeShape {
   int rows;      // most weight rows of a CTA
   int k_groups;  // warpgroups along K
   int boxes;     // boxes of weights in a stage, one behind the other along K
 };
 constexpr DecodeShape kDecodeShapes[] = {{32, 4, 4}, {64, 4, 2}, {128, 2, 1}};
-constexpr DecodeShape DecodeShapeOf(int64_t tile_n) {
-  return tile_n <= 32 ? kDecodeShapes[0]
-                      : tile_n <= 64 ? kDecodeShapes[1] : kDecodeShapes[2];
+constexpr DecodeShape kDecodeManyShapes[] = {{64, 2, 1}, {128, 1, 1}};
+constexpr DecodeShape DecodeShapeOf(int64_t tile_m, int64_t tile_n) {
+  if (tile_m > 64) return kDecodeManyShapes[tile_n <= 64 ? 0 : 1];
+  return kDecodeShapes[tile_n <= 32 ? 0 : tile_n <= 64 ? 1 : 2];
 }
-constexpr int DecodeTileK(int64_t tile_n) {
-  return kDecodeBoxK * DecodeShapeOf(tile_n).boxes;
+constexpr int DecodeTileK(int64_t tile_m, int64_t tile_n) {
+  return kDecodeBoxK * DecodeShapeOf(tile_m, tile_n).boxes;
 }
 // K elements per block scale, 0 where a row has one.
 constexpr int DecodeBlock(GemmV2Path path) {
@@ -42,38 +43,41 @@ constexpr int DecodeBlock(GemmV2Path path) {
                                                    : 16;
 }
 // Stages of K.
-constexpr int64_t DecodeSteps(int64_t tile_n, int64_t k_pad) {
-  return (k_pad + DecodeTileK(tile_n) - 1) / DecodeTileK(tile_n);
+constexpr int64_t DecodeSteps(int64_t tile_m, int64_t tile_n, int64_t k_pad) {
+  const int step = DecodeTileK(tile_m, tile_n);
+  return (k_pad + step - 1) / step;
 }
-constexpr int64_t DecodeWeightBytes(int64_t tile_n) {
-  return tile_n * DecodeTileK(tile_n) / 2;
+constexpr int64_t DecodeWeightBytes(int64_t tile_m, int64_t tile_n) {
+  return tile_n * DecodeTileK(tile_m, tile_n) / 2;
 }
 constexpr int64_t DecodeActBytes(GemmV2Path path, int64_t tile_m,
                                  int64_t tile_n) {
-  return tile_m * DecodeTileK(tile_n) * GemmV2ElementBytes(path);
+  return tile_m * DecodeTileK(tile_m, tile_n) * GemmV2ElementBytes(path);
 }
 // Of them in one of `splits` CTAs that divide them.
-constexpr int64_t DecodeCtaSteps(int64_t tile_n, int64_t k_pad, int64_t splits) {
-  return (DecodeSteps(tile_n, k_pad) + splits - 1) / splits;
+constexpr int64_t DecodeCtaSteps(int64_t tile_m, int64_t tile_n, int64_t k_pad,
+                                 int64_t splits) {
+  return (DecodeSteps(tile_m, tile_n, k_pad) + splits - 1) / splits;
 }
 // Block scales of a CTA's rows: boxes of 128 bytes of each row.
 constexpr int kDecodeScaleBox = 128;
-constexpr int64_t DecodeScaleBoxes(GemmV2Path path, int64_t tile_n, int64_t k_pad,
-                                   int64_t splits) {
+constexpr int64_t DecodeScaleBoxes(GemmV2Path path, int64_t tile_m, int64_t tile_n,
+                                   int64_t k_pad, int64_t splits) {
   const int block = DecodeBlock(path);
   if (block == 0) return 0;
   const int64_t blocks =
-      DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block;
+      DecodeCtaSteps(tile_m, tile_n, k_pad, splits) * DecodeTileK(tile_m, tile_n) / block;
   return (blocks + kDecodeScaleBox - 1) / kDecodeScaleBox;
 }
 // Whether the copy engine fetches them: rows of the matrix, and what each CTA has
 // of them, have to begin at whole 16 bytes (an illegal instruction else).
-constexpr bool DecodeScaleMap(GemmV2Path path, int64_t tile_n, int64_t k_pad,
-                              int64_t splits) {
+constexpr bool DecodeScaleMap(GemmV2Path path, int64_t tile_m, int64_t tile_n,
+                              int64_t k_pad, int64_t splits) {
   const int block = DecodeBlock(path);
   if (block == 0 || k_pad / block % 16 != 0) return false;
   return splits == 1 ||
-         DecodeCtaSteps(tile_n, k_pad, splits) * DecodeTileK(tile_n) / block % 16 == 0;
+         DecodeCtaSteps(tile_m, tile_n, k_pad, splits) * DecodeTileK(tile_m, tile_n) /
+                 block % 16 == 0;
 }
 // Boxes that there is room for: all of them, or with many tokens two, which the
 // boxes take in turn, and the ring has more stages. What is looked through ahead
@@ -81,27 +85,27 @@ constexpr bool DecodeScaleMap(GemmV2Path path, int64_t tile_n, int64_t k_pad,
 // stages of K as the ring has.
 constexpr int64_t DecodeScaleSlots(GemmV2Path path, int64_t tile_m, int64_t tile_n,
                                    int64_t k_pad, int64_t splits, int64_t stages) {
-  const int64_t boxes = DecodeScaleBoxes(path, tile_n, k_pad, splits);
+  const int64_t boxes = DecodeScaleBoxes(path, tile_m, tile_n, k_pad, splits);
   if (boxes <= 2 || tile_m <= 16) return boxes;
   const int block = DecodeBlock(path);
-  const int64_t stage = DecodeWeightBytes(tile_n) + DecodeActBytes(path, tile_m, tile_n);
+  const int64_t stage = DecodeWeightBytes(tile_m, tile_n) + DecodeActBytes(path, tile_m, tile_n);
   const bool fits = (boxes - 2) * tile_n * kDecodeScaleBox <= stage;
-  const bool covers = stages * DecodeTileK(tile_n) <= kDecodeScaleBox * block;
+  const bool covers = stages * DecodeTileK(tile_m, tile_n) <= kDecodeScaleBox * block;
   // Others come without a tensor map, all at once.
-  const bool mapped = DecodeScaleMap(path, tile_n, k_pad, splits);
+  const bool mapped = DecodeScaleMap(path, tile_m, tile_n, k_pad, splits);
   return fits && covers && mapped ? 2 : boxes;
 }
 // A ring's barriers, those of the block scales and that of the peer's sums.
 constexpr int64_t DecodeBarrierBytes(int64_t stages) { return 16 * stages + 32; }
 // fp32 sums of a tile.
 constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {
-  return tile_m * DecodeShapeOf(tile_n).rows * 4;
+  return tile_m * DecodeShapeOf(tile_m, tile_n).rows * 4;
 }
 
 // Of the shares of K; whole swizzle patterns, as the block scales lie behind.
 constexpr int64_t DecodePartialBytes(int64_t tile_m, int64_t tile_n) {
   const int64_t bytes =
-      DecodeShapeOf(tile_n).k_groups * DecodeSlabBytes(tile_m, tile_n);
+      DecodeShapeOf(tile_m, tile_n).k_groups * DecodeSlabBytes(tile_m, tile_n);
   return (bytes + 1023) / 1024 * 1024;
 }
 

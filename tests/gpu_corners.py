@@ -102,7 +102,7 @@ class DecodeCorner:
 
     @property
     def cell(self) -> Cell:
-        step = 256 * gpu_parity.plan.budget.decode_shape(self.tile_n)[2]
+        step = 256 * gpu_parity.plan.budget.decode_shape(5, self.tile_n)[2]
         steps = max(k_blocks(self.blocks, self.stages) * self.cluster, self.cluster)
         return Cell(
             self.format.split()[0],

@@ -971,7 +971,7 @@ class DecodePlanChecks(PlanCase):
             problem = plan.Problem(
                 tile_m, 300, k_pad, 0, format, block, half, half, half, scale, **kind_of(mode)
             )
-            tile_k = 256 * plan.budget.decode_shape(tile_n)[2]
+            tile_k = 256 * plan.budget.decode_shape(tile_m, tile_n)[2]
             config = plan.Config(tile_m, tile_n, tile_k, cluster, stages, 0, 1)
             code = plan.budget.v2_path(problem).code
             self.lib.DecodeScales(

@@ -645,18 +645,21 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
     return stages, columns, scales
 
 
-# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage.
+# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage; with
+# more than 64 tokens two warpgroups instead of four, whose registers hold the sums.
 _DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
-DECODE_TOKENS = (8, 16, 32, 64)
+_DECODE_MANY_SHAPES = ((64, 2, 1), (128, 1, 1))
+DECODE_TOKENS = (8, 16, 32, 64, 128)
 DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
 _DECODE_SCALE_BOX = 128  # block scales of a row that the copy engine fetches at once
 # Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
 _DECODE_IN_FLIGHT = 98304
 
 
-def decode_shape(tile_n: int) -> tuple[int, int, int]:
+def decode_shape(tile_m: int, tile_n: int) -> tuple[int, int, int]:
     """Most weight rows, warpgroups along K and boxes of 256 K per stage of a decode CTA."""
-    return next(shape for shape in _DECODE_SHAPES if tile_n <= shape[0])
+    shapes = _DECODE_SHAPES if tile_m <= 64 else _DECODE_MANY_SHAPES
+    return next(shape for shape in shapes if tile_n <= shape[0])
 
 
 def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
@@ -665,13 +668,13 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     The CTAs of a cluster have the same rows and divide K.
 
     The stage holds 4-bit weights and activations as the MMA takes them; block scales of all rows of
-    the CTA are resident, or two boxes of them in turn. The four warpgroups divide K, and their sums
-    lie over the ring.
+    the CTA are resident, or two boxes of them in turn. The warpgroups divide K, and their sums lie
+    over the ring.
     """
     m, n, k = config.tile_m, config.tile_n, config.tile_k
     path = v2_path(problem)
     assert path is not None, problem
-    rows, groups, _ = decode_shape(n)
+    rows, groups, _ = decode_shape(m, n)
     main = config.main_stages
     slab = m * rows * 4
     block = 0 if path.operand == "s8" else problem.block_size
@@ -960,6 +963,7 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
 DOWN_AHEAD_CTAS = 4
 DOWN_AHEAD_RANK = 32
 DOWN_AHEAD_LEAST_TILE_M = 32
+DOWN_AHEAD_TOKENS = 64
 
 
 def down_ahead(problem: Problem, threads: int, smem_bytes: int, sm_count: int) -> DownPlan | None:
@@ -1196,6 +1200,7 @@ class Design:
       tile_k: K step by format; the formats that the design covers. sm90_v2 has its own in
         ``V2_PATHS``, here and in ``main_peak``.
       threads, align: constants of the design; ``align`` of each region in bytes.
+      many_threads: threads where ``tile_m`` is over 64; 0 where that makes no difference.
       persistent: CTAs loop over tiles.
       max_main_stages: None for as many as fit.
       min_store_stages: 0 when results go straight from registers.
@@ -1241,6 +1246,7 @@ class Design:
     lora_row_bytes: int = 128
     interleaved: bool = False
     private_layout: bool = False
+    many_threads: int = 0
     decode: bool = False
     least_smem: int = 0
     spare_smem: int = 0
@@ -1252,6 +1258,10 @@ class Design:
     unproven: bool = False
     grouped: bool = False
     shared_tiles: tuple[int, ...] = ()
+
+    def threads_of(self, tile_m: int) -> int:
+        """Threads of a CTA."""
+        return self.many_threads if self.many_threads and tile_m > 64 else self.threads
 
     def ctas_per_sm(self, tile_m: int) -> int:
         """CTAs that an SM runs at once."""
@@ -1274,10 +1284,10 @@ class Design:
         """Whether the kernel has this LoRA staging."""
         return self.lora_runs is None or lora_stages in self.lora_runs
 
-    def step(self, problem: Problem, tile_n: int) -> int:
+    def step(self, problem: Problem, tile_m: int, tile_n: int) -> int:
         """K elements of one main-loop step."""
         if self.decode:
-            return 256 * decode_shape(tile_n)[2]
+            return 256 * decode_shape(tile_m, tile_n)[2]
         path = v2_path(problem) if self.private_layout else None
         return path.tile_k if path else self.tile_k[problem.format]
 
@@ -1293,7 +1303,7 @@ class Design:
             return tuple(
                 t
                 for t in self.tiles
-                if t[0] == least and (t[2] == 1 or problem.k_pad > self.step(problem, t[1]))
+                if t[0] == least and (t[2] == 1 or problem.k_pad > self.step(problem, *t[:2]))
             )
         path = v2_path(problem) if self.private_layout else None
         if path is None:
@@ -1388,6 +1398,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 ),
                 tile_k={},
                 threads=640,
+                many_threads=384,
                 align=128,
                 persistent=False,
                 max_main_stages=16,

@@ -423,7 +423,7 @@ def _solve(
     refused: list[str] = []
     for tile_m, tile_n, cluster in _tiles(design, problem, choice):
         for lora in _lora_choices(design, problem, choice):
-            step = design.step(problem, tile_n)
+            step = design.step(problem, tile_m, tile_n)
             config = Config(tile_m, tile_n, step, cluster, 0, lora, 0)
             fitted = _fit(design, problem, target, config, choice)
             if isinstance(fitted, str):
@@ -463,7 +463,7 @@ def _solve(
         main_stages=best.main_stages,
         lora_stages=best.lora_stages,
         store_stages=best.store_stages,
-        threads=design.threads,
+        threads=design.threads_of(best.tile_m),
         smem_bytes=smem,
         group_m=group_m,
         promote_k=promote_k,
@@ -696,7 +696,7 @@ def _no_tile(
     except ValueError as error:
         return str(error).removeprefix("jax_w4a4.plan: ")
     fits = [
-        _fit(design, problem, target, Config(*t[:2], design.step(problem, t[1]), t[2], 0, 0, 0), {})
+        _fit(design, problem, target, Config(*t[:2], design.step(problem, *t[:2]), t[2], 0, 0, 0), {})
         for t in tiles
     ]
     if all(isinstance(fit, str) for fit in fits):
@@ -836,7 +836,7 @@ def _down_ahead(
     why = _ahead_lacks(design, problem, best, quantizer)
     down = None
     if why is None:
-        down = budget.down_ahead(problem, design.threads, smem, target.sm_count)
+        down = budget.down_ahead(problem, design.threads_of(best.tile_m), smem, target.sm_count)
         why = "the gemm's shared memory is not enough" if down is None else None
     if why is None and asked is None:
         why = _ahead_loses(design, problem, target, best)
@@ -859,6 +859,8 @@ def _ahead_lacks(
         return f"rank is {problem.rank}, it takes up to {budget.DOWN_AHEAD_RANK}"
     if best.tile_m < budget.DOWN_AHEAD_LEAST_TILE_M:
         return f"tile_m is {best.tile_m}, it takes {budget.DOWN_AHEAD_LEAST_TILE_M} and more"
+    if best.tile_m > budget.DOWN_AHEAD_TOKENS:
+        return f"tile_m is {best.tile_m}, it takes up to {budget.DOWN_AHEAD_TOKENS}"
     return None
 
 
@@ -1112,7 +1114,7 @@ def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
 
 def _decode_step_seconds(problem: Problem, config: Config) -> float:
     """A stage: the work of the warpgroups, or its share of the time that fills a slot again."""
-    step, token = _DECODE_STEP_S[budget.decode_shape(config.tile_n)[0]]
+    step, token = _DECODE_STEP_S[budget.decode_shape(config.tile_m, config.tile_n)[0]]
     return max(step + config.tile_m * token, _DECODE_REFILL_S / max(config.main_stages, 1))
 
 

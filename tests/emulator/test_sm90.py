@@ -366,7 +366,7 @@ class DownAhead(parameterized.TestCase):
         found = list(ahead_cases(0))
         for what in (
             lambda c: (c.path.name, c.tile_m),
-            lambda c: (plan.budget.decode_shape(c.tile_n), c.tile_m, c.cluster),
+            lambda c: (plan.budget.decode_shape(c.tile_m, c.tile_n), c.tile_m, c.cluster),
             lambda c: (c.rank, c.cluster),
         ):
             seen = {what(case) for case in found}
