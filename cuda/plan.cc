@@ -395,7 +395,6 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
                         rank);
   }
   const int64_t ring = p.stage_bytes * p.main_stages;
-  const int64_t slab = DecodeSlabBytes(p.tile_m, p.tile_n);
   // 1024: the swizzle of 128-byte rows repeats every eight of them.
   const Region slot[] = {
       {"weight", p.off_weight, p.bytes_weight, DecodeWeightBytes(p.tile_m, p.tile_n), 1,
@@ -413,7 +412,7 @@ ffi::Error CheckDecodeRegions(const PlanAttrs& p, const SpecAttrs& s,
       {"act_scale", p.off_act_scale, p.bytes_act_scale,
        GemmV2TokenScale(p.V2Path()) ? p.tile_m * 4 : 0, 1},
       {"lora_act", p.off_lora_act, p.bytes_lora_act,
-       rank > 0 || p.cluster > 1 ? slab : 0, 1},
+       DecodeAddendBytes(p.tile_m, p.tile_n, rank, p.cluster), 1},
       {"aux", p.off_aux, p.bytes_aux, p.tile_n * kGemmV2RowInputBytes, 1},
       {"barriers", p.off_barriers, p.bytes_barriers,
        DecodeBarrierBytes(p.main_stages), 1},
@@ -565,12 +564,13 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
 
 // LoRA-down in the launch of sm90_decode.
 ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
-  const int64_t ring = DownV2StageBytes(rank) * p.down_stages;
+  const int64_t ring = DownAheadStageBytes(p.tile_m) * p.down_stages;
+  const int64_t partial = DownAheadPartialBytes(p.tile_m);
   if (p.down_ahead != kDownAheadCtas || rank < 1 || rank > kDownAheadRank ||
-      p.tile_m < kDownAheadLeastTileM || p.tile_m > kDownAheadTokens ||
+      p.tile_m < kDownAheadLeastTileM ||
       p.down_cluster != 1 || p.down_stages < 2 ||
       p.down_stages > kDownAheadMaxStages || p.off_down_barriers % 8 != 0 ||
-      p.off_down_barriers < std::max(ring, DownV2PartialBytes(rank)) ||
+      p.off_down_barriers < std::max(ring, partial) ||
       p.off_down_barriers + 16 * p.down_stages > p.down_smem_bytes ||
       p.down_smem_bytes > p.smem_bytes) {
     return Precondition(
@@ -579,9 +579,9 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
         p.down_cluster, ", ", p.down_stages, " stages, barriers at ",
         p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
         p.smem_bytes, " bytes at rank ", rank, "; it needs ", kDownAheadCtas,
-        " of tile_m ", kDownAheadLeastTileM, " to ", kDownAheadTokens,
-        ", cluster 1, 2..", kDownAheadMaxStages, " stages, barriers behind ",
-        ring, " bytes of ring and ", DownV2PartialBytes(rank),
+        " of tile_m ", kDownAheadLeastTileM, " and more, cluster 1, 2..",
+        kDownAheadMaxStages, " stages, barriers behind ", ring,
+        " bytes of ring and ", partial,
         " of partial sums, rank up to ", kDownAheadRank);
   }
   return ffi::Error::Success();

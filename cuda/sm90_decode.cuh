@@ -16,14 +16,17 @@
 //
 // Shared memory per CTA, every offset and count given by the plan:
 //   main ring    stages x (boxes x tile_n x 128 weights, then records x kTokens x 128 activations)
-//   partial sums k groups x kTokens x kRows fp32 in chunks, over the ring once it is through
+//   partial sums k groups x kTokens x kRows fp32 in chunks, over the ring once it is through; none where a
+//                warpgroup has all of K
 //   scales       block scales of the CTA's rows: boxes of 128 bytes x tile_n, 128-byte swizzle. All of them,
 //                or two, which the boxes take in turn; then all are looked through ahead of the loop, those
 //                past two in the ring's last stage
 //   rows         tile_n RowInputs
 //   tokens       kTokens fp32 scales
 //   addend       kTokens x kRows fp32 in chunks, the low-rank product; with two CTAs of the tokens that
-//                this one finishes, and in the place of the others what the peer has of this one's
+//                this one finishes, and in the place of the others what the peer has of this one's.
+//                Where a warpgroup has all of K (kAlone): with two CTAs what the peer has of the half
+//                that this one finishes, then kTokens x 32 ranks of lora_act
 //   barriers     16 x stages, and 8 each for the scales, the last stage's scales and the peer's sums
 #pragma once
 
@@ -47,7 +50,9 @@ constexpr int kBoxBytes = 128;  // of a row of weights or a token in one box
 constexpr int kAddWarps = 3;
 // Two warpgroups with more than 64 tokens: the sums of four would leave no registers for weights.
 template <int kTokens>
-constexpr int kMultiplyWarps = DecodeThreads(kTokens) / 32 - 1 - kAddWarps;
+constexpr int kThreads = DecodeThreads(kTokens);
+template <int kTokens>
+constexpr int kMultiplyWarps = kThreads<kTokens> / 32 - 1 - kAddWarps;
 template <int kTokens>
 constexpr int kMultiplyThreads = 32 * kMultiplyWarps<kTokens>;
 template <int kTokens>
@@ -117,6 +122,10 @@ struct Division {
   static constexpr int kBlocks = kMultiplyWarps<kTokens> / 4 / kGroups;  // warpgroups along the rows
   static constexpr int kHalves = kRows == 32 ? 1 : 2;  // rows of the MMA that a thread serves
   static constexpr int kStageK = kBoxes * kDecodeBoxK;
+  // A warpgroup has all of K, and its sums never leave its registers: 128 rows of 128 tokens would take 64 KB,
+  // and as much the low-rank product, which is now made of what the add warps left of lora_act. Four
+  // stages fit in where it was two or three.
+  static constexpr bool kAlone = kGroups == 1;
   // Of K per warpgroup and stage: what one fragment's worth of a path covers, Path::kStageK.
   static constexpr int kRecords = kStageK / kGroups / Path::kStageK;
   static constexpr int kBoxRecords = kDecodeBoxK / Path::kStageK;
@@ -207,7 +216,9 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
 
 // Whether LoRA-down is in this launch.
 template <int kTokens>
-constexpr bool kMayBeAhead = kTokens >= kDownAheadLeastTileM && kTokens <= kDownAheadTokens;
+constexpr bool kMayBeAhead = kTokens >= kDownAheadLeastTileM;
+template <int kTokens>
+constexpr int kAheadTokens = DownAheadTokens(kTokens);
 
 template <int kTokens>
 __device__ __forceinline__ bool down_is_ahead(const DecodeArgs& args) {
@@ -755,6 +766,18 @@ __device__ __forceinline__ void store_pair(const DecodeArgs& args, __nv_bfloat16
   }
 }
 
+// A chunk of results of two rows.
+__device__ __forceinline__ void store_tokens(const DecodeArgs& args, int token, int n, bool inside,
+                                             const float (&v)[4], const float (&bias)[2]) {
+  __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (inside && token + j < args.m) {
+      store_pair(args, out + j * args.n, n, v[j] + bias[0], v[2 + j] + bias[1]);
+    }
+  }
+}
+
 // What the multiply warps do once all sums are in shared memory: a warp has the rows of one unit and every
 // so many tokens, a lane a chunk at a time. Few instructions count, as all warps run them at once.
 template <class Path, int kTokens, int kRows>
@@ -827,15 +850,10 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
       inside = inside && mine;
     }
     if (args.rank > 0) add(place);
-    __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
     if constexpr (D::kHalves == 2) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (inside && token + j < args.m) {
-          store_pair(args, out + j * args.n, n, v[j] + bias[0], v[2 + j] + bias[1]);
-        }
-      }
+      store_tokens(args, token, n, inside, v, bias);
     } else {
+      __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
       // The lane of an even row stores the first token, that of the next row the second.
       const bool odd = row % 2 == 1;
       const float mine = (odd ? v[1] : v[0]) + bias[0];
@@ -886,6 +904,18 @@ __device__ __forceinline__ void multiply_ranks(float (&acc)[4], const LoraUp& up
   MmaBf16(acc, {up.row[0].z, up.row[1].z, up.row[0].w, up.row[1].w}, act.z, act.w);
 }
 
+__device__ __forceinline__ uint4 load_lora_act(const DecodeArgs& args, int token, int rank) {
+  if (token >= args.m || rank >= args.rank) return make_uint4(0, 0, 0, 0);
+  return load_relaxed_v4(args.lora_act + token * args.rank + rank);
+}
+
+// One word of lora_act until it is there, and only then all: the lanes of all CTAs would be in each other's
+// way.
+__device__ __forceinline__ void await_lora_act(const DecodeArgs& args) {
+  watched_look(args, RingName::kDecodeLoraAct,
+               [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });
+}
+
 // The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two pairs
 // k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
 template <class Path, int kTokens, int kRows>
@@ -896,17 +926,13 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
   constexpr int kBlocks = (kRows / 16 + kAddWarps - 1) / kAddWarps;
   constexpr int kHeld = kBlocks < 3 ? kTokens : kPart;  // whose ranks registers have room for
   const int q = lane % 4;
-  const auto load_act = [&](int token, int rank) {
-    if (token >= args.m || rank >= args.rank) return make_uint4(0, 0, 0, 0);
-    return load_relaxed_v4(args.lora_act + token * args.rank + rank);
-  };
   // All blocks of the warp have these; with LoRA-down in this launch there is time to read their own first.
   LoraUp up[kBlocks];
   uint4 act[kHeld / 8];
   const auto look = [&](int first) {
     bool there = true;
 #pragma unroll
-    for (int j = 0; j < kHeld / 8; ++j) act[j] = load_act(first + 8 * j + lane / 4, 8 * q);
+    for (int j = 0; j < kHeld / 8; ++j) act[j] = load_lora_act(args, first + 8 * j + lane / 4, 8 * q);
 #pragma unroll
     for (int j = 0; j < kHeld / 8; ++j) there = there && is_there(act[j]);
     return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
@@ -916,9 +942,7 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
     for (int b = 0; b < kBlocks; ++b) {
       up[b] = load_lora_up<D>(args, share, warp + b * kAddWarps, 8 * q, lane);
     }
-    // One word until it is there: the lanes of all CTAs would be in each other's way.
-    watched_look(args, RingName::kDecodeLoraAct,
-                 [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });
+    await_lora_act(args);
   }
 #pragma unroll
   for (int first = 0; first < kTokens; first += kPart) {
@@ -943,7 +967,7 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
         const LoraUp more = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
-          multiply_ranks(acc[j], more, load_act(first + 8 * j + lane / 4, rank + 8 * q));
+          multiply_ranks(acc[j], more, load_lora_act(args, first + 8 * j + lane / 4, rank + 8 * q));
         }
       }
 #pragma unroll
@@ -962,12 +986,136 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
   }
 }
 
+// ---- where a warpgroup has all of K ----
+
+constexpr int kActRanks = 32;  // of lora_act in shared memory; more come from L2
+
+template <class D, int kTokens>
+__device__ __forceinline__ uint32_t lora_act_place(const DecodeArgs& args, uint32_t smem) {
+  const bool peer = args.splits > 1;
+  return smem + args.off_addend + (peer ? D::kRows * kTokens / 2 * 4 : 0);
+}
+
+// By the add warps: lora_act into shared memory, the 16 bytes of a lane of the MMA behind each other.
+template <class D, int kTokens>
+__device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, uint32_t smem, int thread) {
+  constexpr int kPieces = kTokens * kActRanks / 8;
+  constexpr int kThreads = 32 * kAddWarps;
+  constexpr int kEach = (kPieces + kThreads - 1) / kThreads;
+  uint4 act[kEach];
+  const auto look = [&] {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int piece = thread + i * kThreads;
+      act[i] = load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) there = there && is_there(act[i]);
+    return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
+  };
+  if (down_is_ahead<kTokens>(args)) {
+    await_lora_act(args);
+    watched_look(args, RingName::kDecodeLoraAct, look);
+  } else {
+    look();
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int piece = thread + i * kThreads;
+    if (piece < kPieces) store_shared_v4(lora_act_place<D, kTokens>(args, smem) + piece * 16, act[i]);
+  }
+}
+
+// Bytes from the start of the peer's sums to a lane's chunk of a unit, of the tokens that one CTA finishes.
+template <class D, int kTokens>
+__device__ __forceinline__ uint32_t peer_place(int row_unit, int unit, int lane) {
+  constexpr int kUnits = kTokens / 16;
+  return ((row_unit * kUnits + unit % kUnits) * 32 + lane) * (4 * D::kChunk);
+}
+
+// A warp finishes its own 16 rows from its registers. `up`: of them, the first ranks.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share& share, uint32_t smem,
+                                             float (&acc)[kTokens / 2], LoraUp up, int row_unit, int lane) {
+  using D = Division<Path, kTokens, kRows>;
+  constexpr int kUnits = kTokens / 8;
+  const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
+  if (row_unit * D::kUnitRows < args.tile_n) {
+    float bias[2];
+    {
+      RowInputs inputs[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 raw = load_shared_v4(smem + args.off_rows + min(row + h, args.tile_n - 1) * 16);
+        inputs[h] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), 0};
+        bias[h] = inputs[h].bias;
+      }
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        float token_scale[2] = {1.0f, 1.0f};
+        if constexpr (Path::kTokenScale) {
+          load_chunk(smem + args.off_tokens + (unit * 8 + lane % 4 * 2) * 4, token_scale);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& v = acc[4 * unit + j];
+          v = Path::scaled(v, inputs[j / 2], token_scale[j % 2]);
+        }
+      }
+    }
+    // What the peer waits for comes first.
+    if (args.splits > 1) {
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        if (unit * 8 >= args.m || finishes<kTokens>(args, share, unit * 8)) continue;
+        const float v[4] = {acc[4 * unit], acc[4 * unit + 1], acc[4 * unit + 2], acc[4 * unit + 3]};
+        store_cluster_async<4>(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane),
+                               sum_barrier(args, smem), 1 - share.rank, v);
+      }
+    }
+    for (int rank = 0; rank < args.rank; rank += kActRanks) {
+      if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;
+        const uint4 act =
+            rank == 0 ? load_shared_v4(lora_act_place<D, kTokens>(args, smem) + (unit * 32 + lane) * 16)
+                      : load_lora_act(args, unit * 8 + lane / 4, rank + lane % 4 * 8);
+        float product[4] = {};
+        multiply_ranks(product, up, act);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[4 * unit + j] += product[j];
+      }
+    }
+    if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+    const int n = share.n0 + row;
+    const bool inside = row < args.tile_n && n < args.n;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = acc[4 * unit + j];
+      if (args.splits > 1) {
+        float peer[4];
+        load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane), peer);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] += peer[j];
+      }
+      store_tokens(args, unit * 8 + lane % 4 * 2, n, inside, v, bias);
+    }
+  }
+  // The peer writes here: not before that is through may the CTA end.
+  if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+}
+
 // ---- kernel ----
 
 // With few tokens registers leave room on an SM for a CTA of the quantizer, as many as launch bounds of
 // 1024 threads say (64).
 template <int kTokens>
-constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : DecodeThreads(kTokens);
+constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : kThreads<kTokens>;
 
 template <class Path, int kTokens, int kRows>
 __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
@@ -976,7 +1124,8 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   if constexpr (kMayBeAhead<kTokens>) {
     if (static_cast<int>(blockIdx.x) < args.down.ctas) {
-      down_ahead<DecodeThreads(kTokens), kLoadWarp<kTokens>>(args.down, smem_address(dynamic_smem));
+      down_ahead<kAheadTokens<kTokens>, kThreads<kTokens>, kLoadWarp<kTokens>>(
+          args.down, smem_address(dynamic_smem));
       return;
     }
   }
@@ -995,6 +1144,9 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
+    // An argument of the program, on its way during the loop.
+    LoraUp up = {};
+    if constexpr (D::kAlone) up = load_lora_up<D>(args, share, row_unit, lane % 4 * 8, lane);
     float acc[kTokens / 2];
     const auto run = [&](auto flush) {
       multiply<Path, kTokens, kRows, decltype(flush)::value>(args, smem, ring, share.steps, acc, group,
@@ -1008,12 +1160,18 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     } else if constexpr (kMayKnow) {
       run(std::false_type());
     }
-    // Everyone is through with the ring, over which the sums are laid.
-    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
-    store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
+    if constexpr (!D::kAlone) {
+      // Everyone is through with the ring, over which the sums are laid.
+      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
+      store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
+    }
     named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);
     if (args.splits > 1) cluster_wait();
-    finish<Path, kTokens, kRows>(args, share, smem, warp, lane);
+    if constexpr (D::kAlone) {
+      finish_alone<Path, kTokens, kRows>(args, share, smem, acc, up, row_unit, lane);
+    } else {
+      finish<Path, kTokens, kRows>(args, share, smem, warp, lane);
+    }
     return;
   }
   if (warp == kLoadWarp<kTokens>) {
@@ -1054,7 +1212,11 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
       token_scale[i] = Path::kTokenScale && of < args.m ? args.token_scale[of] : 0.0f;
     }
     if (args.rank > 0) {
-      add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp<kTokens> - 1, lane);
+      if constexpr (D::kAlone) {
+        stage_lora_act<D, kTokens>(args, smem, token);
+      } else {
+        add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp<kTokens> - 1, lane);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {

@@ -102,20 +102,39 @@ constexpr int64_t DecodeSlabBytes(int64_t tile_m, int64_t tile_n) {
   return tile_m * DecodeShapeOf(tile_m, tile_n).rows * 4;
 }
 
-// Of the shares of K; whole swizzle patterns, as the block scales lie behind.
+// Of the shares of K, if there are more than one; whole swizzle patterns, as the
+// block scales lie behind.
 constexpr int64_t DecodePartialBytes(int64_t tile_m, int64_t tile_n) {
-  const int64_t bytes =
-      DecodeShapeOf(tile_m, tile_n).k_groups * DecodeSlabBytes(tile_m, tile_n);
+  const int groups = DecodeShapeOf(tile_m, tile_n).k_groups;
+  const int64_t bytes = groups > 1 ? groups * DecodeSlabBytes(tile_m, tile_n) : 0;
   return (bytes + 1023) / 1024 * 1024;
+}
+// Low-rank product and the peer's sums; where a warpgroup has all of K, half of
+// those sums and 32 ranks of lora_act.
+constexpr int64_t DecodeAddendBytes(int64_t tile_m, int64_t tile_n, int64_t rank,
+                                    int64_t splits) {
+  const int64_t slab = DecodeSlabBytes(tile_m, tile_n);
+  if (DecodeShapeOf(tile_m, tile_n).k_groups > 1) {
+    return rank > 0 || splits > 1 ? slab : 0;
+  }
+  return (splits > 1 ? slab / 2 : 0) + (rank > 0 ? tile_m * 32 * 2 : 0);
 }
 
 // LoRA-down by CTAs of this launch, ahead of the others: so many, of up to so
-// many ranks, with the ring of sm90_down_v2.
+// many ranks, with a ring like that of sm90_down_v2.
 constexpr int kDownAheadCtas = 4;
 constexpr int kDownAheadRank = 32;
-constexpr int kDownAheadTokens = 64;
 constexpr int kDownAheadLeastTileM = 32;
 constexpr int kDownAheadMaxStages = 16;
+// Tokens of the MMA.
+constexpr int DownAheadTokens(int64_t tile_m) { return tile_m <= 64 ? 64 : 128; }
+// Stages of 64 k of x and of 64 ranks; room for 72 tokens, as in sm90_down_v2.
+constexpr int64_t DownAheadStageBytes(int64_t tile_m) {
+  return (tile_m <= 64 ? 72 : 128) * 128 + 64 * 128;
+}
+constexpr int64_t DownAheadPartialBytes(int64_t tile_m) {
+  return DownAheadTokens(tile_m) * (64 + 4) * 4;
+}
 // Rows of (rank,) sums that they leave for each other.
 constexpr int64_t DownAheadSums(int64_t m) { return (kDownAheadCtas - 1) * m; }
 

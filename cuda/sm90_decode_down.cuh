@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_sums(float4& sum, const uint4& bits) {
 }
 
 // One of the CTAs ahead of the GEMM's, with the roles of sm90_down_v2.
-template <int kThreads, int kLoadWarp>
+template <int kTokens, int kThreads, int kLoadWarp>
 __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t smem) {
   constexpr int kProjectThreads = 128;
   constexpr int kPitch = kDownPitch<1>;
@@ -68,10 +68,10 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
   } else {
     // Boxes have M rows: rows past the matrix would take the copy engine as long as many others. The MMA reads
     // them.
-    const int missing = (kDownAheadTokens - args.m) * 128 / 16;
+    const int missing = (kTokens - args.m) * 128 / 16;
     const int first = warp < kLoadWarp ? thread : thread - 32;
     for (int slot = 0; slot < args.stages; ++slot) {
-      const uint32_t at = smem + slot * (kDownXBytes + kDownRankBytes) + args.m * 128;
+      const uint32_t at = smem + slot * (kDownXBytes<kTokens> + kDownRankBytes) + args.m * 128;
       for (int i = first; i < missing; i += kThreads - 32) {
         store_shared_v4(at + i * 16, make_uint4(0, 0, 0, 0));
       }
@@ -80,12 +80,12 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
   }
   __syncthreads();
   if (thread < kProjectThreads) {
-    float acc[1][kDownAheadTokens / 2];
-    project<1, 1, kDownAheadTokens>(smem, ring, steps, 0, thread % 32, acc);
+    float acc[1][kTokens / 2];
+    project<1, 1, kTokens>(smem, ring, steps, 0, thread % 32, acc);
     named_barrier_sync(1, kProjectThreads);
-    store_partial<1, 1, kDownAheadTokens>(smem, 0, warp, thread % 32, acc);
+    store_partial<1, 1, kTokens>(smem, 0, warp, thread % 32, acc);
   } else if (warp == kLoadWarp) {
-    if (elect_one()) load_down<1>(args, smem, ring, {0, args.m, 0}, args.m, first_step, steps);
+    if (elect_one()) load_down<1, kTokens>(args, smem, ring, {0, args.m, 0}, args.m, first_step, steps);
     __syncwarp();
   }
   __syncthreads();

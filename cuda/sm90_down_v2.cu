@@ -12,7 +12,7 @@
 namespace jax_w4a4 {
 
 static_assert(sm90::kDownTokens == kDownV2Tokens);
-static_assert(sm90::kDownXBytes + sm90::kDownRankBytes == DownV2StageBytes(64));
+static_assert(sm90::kDownXBytes<kDownV2Tokens> + sm90::kDownRankBytes == DownV2StageBytes(64));
 
 namespace {
 

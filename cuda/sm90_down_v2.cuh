@@ -6,7 +6,7 @@
 //   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
 // Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
 // cluster, each a share of the tokens: the same bits in every run. The roles serve sm90_decode_down.cuh too, with
-// 64 tokens.
+// 64 or 128 tokens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,8 @@ namespace jax_w4a4::sm90 {
 
 constexpr int kDownTokens = 72;
 constexpr int kDownStageK = 64;  // 128 bytes of x
-constexpr int kDownXBytes = kDownTokens * 128;  // of a slot, whatever kTokens is
+template <int kTokens>
+constexpr int kDownXBytes = (kTokens > kDownTokens ? kTokens : kDownTokens) * 128;  // of a slot
 constexpr int kDownRankBytes = kDownStageK * 128;  // box of 64 ranks
 
 struct DownV2Args : Watched {
@@ -51,6 +52,7 @@ struct DownV2Args : Watched {
                  : W4A4_OPS_##N("+f")                                                             \
                  : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));                       \
   }
+W4A4_DOWN_MMA(128, 64, 65, 66)
 W4A4_DOWN_MMA(72, 36, 37, 38)
 W4A4_DOWN_MMA(64, 32, 33, 34)
 W4A4_DOWN_MMA(16, 8, 9, 10)
@@ -95,10 +97,10 @@ __device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index,
 // ---- roles ----
 
 // `rows`: of a box of x.
-template <int kRankTiles>
+template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
                                           const DownTile& tile, int rows, int first, int steps) {
-  constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
+  constexpr uint32_t kStageBytes = kDownXBytes<kTokens> + kRankTiles * kDownRankBytes;
   RingState stage;
   for (int step = first; step < first + steps; ++step) {
     const uint32_t full = ring.acquire(stage, rows * 128 + kRankTiles * kDownRankBytes);
@@ -106,7 +108,7 @@ __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem,
     tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
 #pragma unroll
     for (int t = 0; t < kRankTiles; ++t) {
-      const uint32_t down = slot + kDownXBytes + t * kDownRankBytes;
+      const uint32_t down = slot + kDownXBytes<kTokens> + t * kDownRankBytes;
       if (args.groups > 0) {
         tma_load_3d(down, &args.lora_down, full, t * 64, step * kDownStageK, tile.group);
       } else {
@@ -121,14 +123,14 @@ __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem,
 template <int kRankTiles, int kTiles, int kTokens>
 __device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int steps, int group,
                                         uint32_t lane, float (&acc)[kTiles][kTokens / 2]) {
-  constexpr uint32_t kStageBytes = kDownXBytes + kRankTiles * kDownRankBytes;
+  constexpr uint32_t kStageBytes = kDownXBytes<kTokens> + kRankTiles * kDownRankBytes;
   RingState stage;
   int previous = 0;
   for (int step = 0; step < steps; ++step) {
     ring.wait_full(stage);
     const uint32_t slot = smem + stage.slot * kStageBytes;
     const uint64_t x = matrix_descriptor<128>(slot);
-    const uint32_t down = slot + kDownXBytes + group * kTiles * kDownRankBytes;
+    const uint32_t down = slot + kDownXBytes<kTokens> + group * kTiles * kDownRankBytes;
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kDownStageK / 16; ++s) {
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
       store_partial<kRankTiles, kTiles, kTokens>(smem, group, thread / 32 % 4, thread % 32, acc);
     }
   } else {
-    if (thread == kThreads) load_down<kRankTiles>(args, smem, ring, tile, kTokens, first, steps);
+    if (thread == kThreads) load_down<kRankTiles, kTokens>(args, smem, ring, tile, kTokens, first, steps);
     __syncwarp();
   }
   cluster_sync();

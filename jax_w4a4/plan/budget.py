@@ -679,7 +679,12 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     slab = m * rows * 4
     block = 0 if path.operand == "s8" else problem.block_size
     boxes, slots = decode_scale_boxes(problem, config)
-    addend = slab if problem.rank or config.cluster > 1 else 0
+    alone = groups == 1
+    peer = slab // 2 if config.cluster > 1 else 0
+    if alone:
+        addend = peer + (m * 32 * 2 if problem.rank else 0)
+    else:
+        addend = slab if problem.rank or peer else 0
 
     def row(*args, **kwargs) -> Row:
         return _row(target, *args, **kwargs)
@@ -715,15 +720,19 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             addend,
             1 if addend else 0,
             "kernel",
-            f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32",
+            "tile_m*64, 32 ranks of it" + (f"; tile_m*{rows}*2, the peer's sums in fp32" if peer else "")
+            if alone
+            else f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32",
         ),
         row(
             "store",
             # Whole swizzle patterns, as the block scales lie behind.
-            _align(groups * slab, 1024),
+            0 if alone else _align(groups * slab, 1024),
             config.store_stages,
             "epilogue",
-            f"{groups}*tile_m*{rows}*4 to 1024, the sums of {groups} shares of K",
+            "from registers"
+            if alone
+            else f"{groups}*tile_m*{rows}*4 to 1024, the sums of {groups} shares of K",
             overlaps_main=False,
         ),
         row("accumulator", groups * m * n * 4, 1, "tile", "fp32", memory="registers"),
@@ -963,19 +972,21 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
 DOWN_AHEAD_CTAS = 4
 DOWN_AHEAD_RANK = 32
 DOWN_AHEAD_LEAST_TILE_M = 32
-DOWN_AHEAD_TOKENS = 64
 
 
-def down_ahead(problem: Problem, threads: int, smem_bytes: int, sm_count: int) -> DownPlan | None:
+def down_ahead(
+    problem: Problem, tile_m: int, threads: int, smem_bytes: int, sm_count: int
+) -> DownPlan | None:
     """LoRA-down by CTAs of sm90_decode's launch (cuda/sm90_decode_down.cuh), which divide K; None
     where their shared memory is not enough.
 
-    The ring and the partial sums of sm90_down_v2, for 64 tokens: as many stages as fit into
+    The ring and the partial sums of sm90_down_v2, for 64 or 128 tokens: as many stages as fit into
     ``smem_bytes`` of the gemm, 16 at most.
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
-    stage = 72 * 64 * 2 + 64 * 64 * 2
-    partial = 64 * (64 + 4) * 4
+    tokens = 64 if tile_m <= 64 else 128
+    stage = (72 if tile_m <= 64 else 128) * 64 * 2 + 64 * 64 * 2
+    partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
     off = stages * stage
     if stages < 2:
@@ -983,7 +994,7 @@ def down_ahead(problem: Problem, threads: int, smem_bytes: int, sm_count: int) -
     assert off >= partial and off % 8 == 0
     # Quantizer 5 has a CTA of its own for each of that many tokens.
     early = max(0, sm_count - (problem.m or 1))
-    return DownPlan(64, 1, stages, threads, off + 16 * stages, off, DOWN_AHEAD_CTAS, early)
+    return DownPlan(tokens, 1, stages, threads, off + 16 * stages, off, DOWN_AHEAD_CTAS, early)
 
 
 def down_sm100(problem: Problem, capacity: int) -> DownPlan:

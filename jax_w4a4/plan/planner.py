@@ -114,8 +114,10 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m.
-_LEAST_AHEAD_K = {32: 6144, 64: 4096}
+# Seconds of a stage with 128 tokens, by the most rows of a CTA (docs/notes.md, "A tile of 128 tokens").
+_DECODE_MANY_STEP_S = {64: 0.44e-6, 128: 0.85e-6}
+# From how much K of a CTA on LoRA-down is faster in sm90_decode's launch, by tile_m.
+_LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -836,7 +838,8 @@ def _down_ahead(
     why = _ahead_lacks(design, problem, best, quantizer)
     down = None
     if why is None:
-        down = budget.down_ahead(problem, design.threads_of(best.tile_m), smem, target.sm_count)
+        threads = design.threads_of(best.tile_m)
+        down = budget.down_ahead(problem, best.tile_m, threads, smem, target.sm_count)
         why = "the gemm's shared memory is not enough" if down is None else None
     if why is None and asked is None:
         why = _ahead_loses(design, problem, target, best)
@@ -859,8 +862,6 @@ def _ahead_lacks(
         return f"rank is {problem.rank}, it takes up to {budget.DOWN_AHEAD_RANK}"
     if best.tile_m < budget.DOWN_AHEAD_LEAST_TILE_M:
         return f"tile_m is {best.tile_m}, it takes {budget.DOWN_AHEAD_LEAST_TILE_M} and more"
-    if best.tile_m > budget.DOWN_AHEAD_TOKENS:
-        return f"tile_m is {best.tile_m}, it takes up to {budget.DOWN_AHEAD_TOKENS}"
     return None
 
 
@@ -868,8 +869,9 @@ def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config)
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     least_k = _LEAST_AHEAD_K[best.tile_m]
-    if problem.k_pad < least_k:
-        return f"K is {problem.k_pad}, it is faster from {least_k} on"
+    k = problem.k_pad // best.cluster
+    if k < least_k:
+        return f"a CTA has {k} of K, it is faster from {least_k} on"
     ctas = _schedule(design, problem, best, target).tiles * best.cluster
     ahead = budget.DOWN_AHEAD_CTAS
     # In several rounds the launch ends because CTAs are dispatched in the order of their numbers,
@@ -1114,8 +1116,13 @@ def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
 
 def _decode_step_seconds(problem: Problem, config: Config) -> float:
     """A stage: the work of the warpgroups, or its share of the time that fills a slot again."""
-    step, token = _DECODE_STEP_S[budget.decode_shape(config.tile_m, config.tile_n)[0]]
-    return max(step + config.tile_m * token, _DECODE_REFILL_S / max(config.main_stages, 1))
+    rows = budget.decode_shape(config.tile_m, config.tile_n)[0]
+    if config.tile_m > 64:
+        seconds = _DECODE_MANY_STEP_S[rows]
+    else:
+        step, token = _DECODE_STEP_S[rows]
+        seconds = step + config.tile_m * token
+    return max(seconds, _DECODE_REFILL_S / max(config.main_stages, 1))
 
 
 def _reasons(
