@@ -206,7 +206,7 @@ def time_one(
 
 
 def line(row: dict) -> str:
-    shape = row.get("shape", f"{row['k']:>5}x{row['n']:<5}")
+    shape = f"{row['shape']:<23}" if "shape" in row else f"{row['k']:>5}x{row['n']:<5}"
     head = f"M={row['m']:<5} {shape} {row['route']:<28}"
     if "error" in row:
         return f"{head} {row['error'][:90]}"
