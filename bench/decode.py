@@ -15,15 +15,23 @@ JSON what a layer spends in each kernel, one after the other and outside the gra
 kernel, which reads the results, is among them.
 
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
+
+In such a stack the results of all layers stay until a small kernel has read an element of each.
+With `--chain` a layer's x is the result of the layer before, as in a network, and a dispatch
+returns the last one. Where K and N differ such layers take turns with ones of N x K; the row has
+the mean of both and is called KxN+NxK. Weights are scaled so that results stay about as large as
+x, however many layers there are. Peers outside of JAX are left out.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,48 +62,75 @@ def layers_of(shape: Shape) -> int:
     return min(64, max(16, round(STACK_BYTES / (shape.n * shape.k * 17 / 32))))
 
 
+def in_turn(shape: Shape) -> tuple[Shape, ...]:
+    """The shapes of a chain's layers: one that is square, or two that take turns."""
+    back = dataclasses.replace(shape, k=shape.n, n=shape.k)
+    return (shape,) if back == shape else (shape, back)
+
+
 # The weights of each route's last stack: making them takes longer than timing them for another M.
 _stacks: dict[str, tuple[tuple, list]] = {}
 
 
-def stack(route: str, shape: Shape, layers: int, make: Callable[[jax.Array], jax.Array]) -> list:
-    """What `make` makes of the keys of a stack's layers."""
-    what = (shape.k, shape.n, shape.rank, layers)
+def stack(
+    route: str, shapes: tuple[Shape, ...], layers: int, make: Callable[[jax.Array, Shape], Any]
+) -> list:
+    """What `make` makes of the keys of a stack's layers, whose shapes take turns."""
+    shapes = tuple(dataclasses.replace(shape, m=1) for shape in shapes)
+    what = (shapes, layers)
     if _stacks.get(route, ((), []))[0] != what:
         _stacks.pop(route, None)  # first, or there are two of them
-        made = jax.jit(make)
+        made = jax.jit(make, static_argnums=1)
         keys = jax.random.split(jax.random.key(0), layers)
-        _stacks[route] = what, [made(key) for key in keys]
+        turns = itertools.cycle(shapes)
+        _stacks[route] = what, [made(key, next(turns)) for key in keys]
     return _stacks[route][1]
 
 
-def with_one_x(shape: Shape, weights: list) -> list[tuple]:
-    """The operand sets (x, w) of a stack."""
+def stacked(call: Callable, shape: Shape, weights: list, turns: int, chained: bool) -> timing.Chain:
+    """A stack in which all layers read one x, or each the result of the one before."""
     x = jax.random.normal(jax.random.key(1), (shape.m, shape.k), jnp.bfloat16)
-    return [(x, w) for w in weights]
+    if chained:
+        return timing.jax_layers(call, x, weights, turns)
+    return timing.jax_turns(call, [(x, w) for w in weights], turns)
 
 
-def xla_bf16(shape: Shape, layers: int, turns: int) -> timing.Chain:
-    weights = stack(
-        cases.BASE,
-        shape,
-        layers,
-        lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16),
-    )
+def xla_bf16(shape: Shape, layers: int, turns: int, *, chained: bool = False) -> timing.Chain:
+    def make(key: jax.Array, shape: Shape) -> jax.Array:
+        w = jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16)
+        return w * shape.k**-0.5 if chained else w
+
+    shapes = in_turn(shape) if chained else (shape,)
+    weights = stack(f"{cases.BASE} {chained}", shapes, layers, make)
     call = lambda x, w: jnp.einsum("mk,nk->mn", x, w)  # noqa: E731
-    return timing.jax_turns(call, with_one_x(shape, weights), turns)
+    return stacked(call, shape, weights, turns, chained)
 
 
-def ours(layer: cases.Layer, shape: Shape, layers: int, turns: int) -> timing.Chain:
-    one_row = dataclasses.replace(shape, m=1)
-    weights = stack(
-        f"{layer.name} {layer.prepared}",
-        shape,
-        layers,
-        lambda key: cases.random_layer(key, one_row, layer)[1],
+def keeping_size(w: jax_w4a4.Weight) -> jax_w4a4.Weight:
+    """A random layer that any number of can follow each other.
+
+    Product and low-rank branch are about as large as x, and the bias about 1. So scaled the mean
+    square of y is a third of the sum: 1 where that of x is 1, and else nearer to 1 than it.
+    """
+    part = 3**-0.5
+    return w.replace(
+        channel_scale=part * w.channel_scale,
+        lora_up=(part * w.lora_up).astype(w.lora_up.dtype),
+        bias=part * w.bias,
     )
+
+
+def ours(
+    layer: cases.Layer, shape: Shape, layers: int, turns: int, *, chained: bool = False
+) -> timing.Chain:
+    def make(key: jax.Array, shape: Shape) -> jax_w4a4.Weight:
+        _, w = cases.random_layer(key, shape, layer)
+        return keeping_size(w) if chained else w
+
+    shapes = in_turn(shape) if chained else (shape,)
+    weights = stack(f"{layer.name} {layer.prepared} {chained}", shapes, layers, make)
     call = lambda x, w: jax_w4a4.matmul(x, w, **layer.matmul)  # noqa: E731
-    return timing.jax_turns(call, with_one_x(shape, weights), turns)
+    return stacked(call, shape, weights, turns, chained)
 
 
 def peer(build: Callable[..., timing.Chain], shape: Shape, layers: int, turns: int) -> timing.Chain:
@@ -105,13 +140,13 @@ def peer(build: Callable[..., timing.Chain], shape: Shape, layers: int, turns: i
 Builder = Callable[[Shape, int, int], timing.Chain]
 
 
-def routes(layers: list[cases.Layer]) -> Iterator[tuple[str, Builder]]:
-    yield cases.BASE, xla_bf16
-    for name, build in peers.routes():
+def routes(layers: list[cases.Layer], chained: bool = False) -> Iterator[tuple[str, Builder]]:
+    yield cases.BASE, functools.partial(xla_bf16, chained=chained)
+    for name, build in () if chained else peers.routes():
         if name in ("torch bf16", "humming w4a8 mxfp4"):
             yield f"{name}, graph", functools.partial(peer, build)
     for layer in layers:
-        yield f"matmul {layer.name}", functools.partial(ours, layer)
+        yield f"matmul {layer.name}", functools.partial(ours, layer, chained=chained)
 
 
 def describe(layer: cases.Layer, shape: Shape) -> str:
@@ -146,11 +181,22 @@ def measure(chain: timing.Chain, rounds: int, kernels: bool) -> dict:
 
 
 def time_one(
-    name: str, build: Builder, shape: Shape, turns: int, rounds: int, kernels: bool
+    name: str,
+    build: Builder,
+    shape: Shape,
+    turns: int,
+    rounds: int,
+    kernels: bool,
+    chained: bool = False,
 ) -> dict:
     layers = layers_of(shape)
     row = {"m": shape.m, "k": shape.k, "n": shape.n, "rank": shape.rank, "route": name}
     row |= {"layers": layers, "turns": turns}
+    if chained:
+        shapes = in_turn(shape)
+        layers += layers % len(shapes)
+        row |= {"layers": layers, "chained": True}
+        row["shape"] = "+".join(f"{each.k}x{each.n}" for each in shapes)
     try:
         row |= measure(build(shape, layers, turns), rounds, kernels)
     except Exception as error:  # a peer that cannot run a shape is a result, not the end
@@ -160,7 +206,8 @@ def time_one(
 
 
 def line(row: dict) -> str:
-    head = f"M={row['m']:<5} {row['k']:>5}x{row['n']:<5} {row['route']:<28}"
+    shape = f"{row['shape']:<23}" if "shape" in row else f"{row['k']:>5}x{row['n']:<5}"
+    head = f"M={row['m']:<5} {shape} {row['route']:<28}"
     if "error" in row:
         return f"{head} {row['error'][:90]}"
     text = f"{head} {row['us']:8.2f} us {row['packed_tb_per_s']:6.2f} TB/s"
@@ -181,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, help="values of M")
     parser.add_argument("--skip", nargs="+", default=[], help="no routes with these in the name")
     parser.add_argument("--crossover", action="store_true", help="M = 1 .. 8192")
+    parser.add_argument("--chain", action="store_true", help="each layer reads the last's result")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, help="how often a dispatch goes through the layers")
     parser.add_argument(
@@ -188,16 +236,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(argv)
+    if args.chain and args.kernels:
+        parser.error("--kernels takes the median of each kernel, a chain may have two shapes of it")
     shapes = CROSSOVER if args.crossover else LAYERS
     if args.shapes:
         shapes = tuple(tuple(map(int, text.split("x"))) for text in args.shapes)
+    if args.chain:  # 4096x14336 has 14336x4096 with it
+        first = [next(s for s in shapes if set(s) == set(kn)) for kn in shapes]
+        shapes = tuple(dict.fromkeys(first))
     rows_of = args.rows or (CROSSOVER_ROWS if args.crossover else ROWS)
     by_name = {
         layer.name: layer if args.linear else cases.prepared(layer) for layer in cases.LAYERS
     }
     todo = [
         (name, build)
-        for name, build in routes([by_name[name] for name in args.layers])
+        for name, build in routes([by_name[name] for name in args.layers], args.chain)
         if not any(part in name for part in args.skip)
     ]
     results = []
@@ -206,14 +259,16 @@ def main(argv: list[str] | None = None) -> int:
             shape, base = Shape(m, k, n, RANK), None
             turns = args.turns or timing.turns_of(m, k, n)
             for name, build in todo:
-                row = time_one(name, build, shape, turns, args.rounds, args.kernels)
+                row = time_one(name, build, shape, turns, args.rounds, args.kernels, args.chain)
                 if "error" not in row:
                     base = row["us"] if name == cases.BASE else base
                     if base:
                         row["speedup_vs_xla_bf16"] = base / row["us"]
                 if name.startswith("matmul "):
                     layer = by_name[name.removeprefix("matmul ")]
-                    row |= {"prepared": layer.prepared, "plan": describe(layer, shape)}
+                    shapes_of = in_turn(shape) if args.chain else (shape,)
+                    plans = filter(None, (describe(layer, each) for each in shapes_of))
+                    row |= {"prepared": layer.prepared, "plan": " + ".join(plans)}
                 results.append(row)
                 print(line(row), flush=True)
             if args.json:

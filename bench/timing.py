@@ -6,9 +6,11 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jax_w4a4
 from jax_w4a4 import _ffi
@@ -26,12 +28,46 @@ __all__ = [
     "copies_past_cache",
     "host_seconds",
     "jax_chain",
+    "jax_layers",
     "jax_turns",
     "kernel_seconds",
     "seconds_per_call",
+    "through",
     "turns_of",
     "without_dependent_launch",
 ]
+
+
+def through(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
+    """A function of x and the weights' leaves that takes x through all layers, `turns` times.
+
+    Each layer reads the result of the one before, so that none can be dropped. The first argument
+    is memory for the result.
+    """
+
+    def run(_, x, *leaves):
+        for w in tree.unflatten(leaves) * turns:
+            x = call(x, w)
+        return x
+
+    return run
+
+
+def jax_layers(call: Callable, x: jax.Array, weights: Sequence[Any], turns: int) -> Chain:
+    """One jitted function that takes x through `call(x, w)` of every weight, `turns` times.
+
+    It begins with the same x each time. Its result, which has the shape of x, is written over that
+    of the call before, so that no address changes and a command buffer is replayed.
+    """
+    leaves, tree = jax.tree.flatten(list(weights))
+    jitted = jax.jit(through(call, tree, turns), donate_argnums=0, keep_unused=True)
+    state = [jnp.zeros_like(x)]
+
+    def enqueue() -> jax.Array:
+        state[0] = jitted(state[0], x, *leaves)
+        return state[0]
+
+    return Chain(enqueue, jax.block_until_ready, turns * len(weights))
 
 
 def host_seconds(chain: Chain, *, samples: int = 5) -> float:

@@ -74,7 +74,8 @@ class Call:
         """Roofline of the gemm launch."""
         if self.plan is None or self.schedule is None:
             return None
-        return roofline.gemm(self.plan.kernel, self.problem, self.m, self.target, self.schedule)
+        where = (self.plan.kernel, self.problem, self.m, self.target)
+        return roofline.gemm(*where, self.schedule, self._ahead)
 
     @property
     def quantizer(self) -> Launch | None:
@@ -82,7 +83,14 @@ class Call:
         if self.plan is None or self.kind == "gemm":
             return None
         private = self.plan.quantizer.kernel in (2, 5)
-        return roofline.quantizer(self.plan.kernel, self.problem, self.m, self.target, private)
+        where = (self.plan.kernel, self.problem, self.m, self.target)
+        return roofline.quantizer(*where, private, self._ahead)
+
+    @property
+    def _ahead(self) -> int:
+        """CTAs of the gemm's launch that have LoRA-down; none where lora_act is an operand."""
+        down = self.plan.quantizer.down
+        return 0 if self.kind != "matmul" or down is None else down.ahead
 
     @property
     def status(self) -> str:
@@ -563,7 +571,7 @@ def _call_lines(call: Call) -> list[str]:
     if call.quantizer is not None:
         lines += _launch_lines(_quantizer_title(call.plan), call.quantizer, call.target)
     if call.gemm is not None:
-        lines += _launch_lines("gemm", call.gemm, call.target)
+        lines += _launch_lines(_gemm_title(call), call.gemm, call.target)
     return lines
 
 
@@ -594,16 +602,23 @@ def _quantizer_title(plan: Plan) -> str:
         return title
     who = "CTA" if d.cluster == 1 else f"{d.cluster} CTAs"
     if d.ahead:
-        return (
-            f"{title}; LoRA-down on {d.ahead} CTAs of the gemm's launch ({d.stages} stages of 64 "
-            f"k, {d.smem_bytes} B shared memory)"
-        )
+        return title
     if q.kernel == 5:
         ranks = budget.decode_down_ranks(q.warps)
         return f"{title} and LoRA-down ({d.rows} rows and {ranks} ranks per {who}) in one launch"
     return (
         f"{title} beside LoRA-down ({d.rows} rows per {who}, {d.stages} stages of 64 k, "
         f"{d.threads} threads, {d.smem_bytes} B shared memory)"
+    )
+
+
+def _gemm_title(call: Call) -> str:
+    if not call._ahead:
+        return "gemm"
+    d = call.plan.quantizer.down
+    return (
+        f"gemm and LoRA-down ({d.ahead} CTAs ahead, {d.stages} stages of 64 k, {d.smem_bytes} B "
+        "shared memory) in one launch"
     )
 
 

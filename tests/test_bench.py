@@ -1,5 +1,6 @@
 """The benchmark program: routes run, JSON is complete, failures set the exit code."""
 
+import itertools
 import json
 import pathlib
 import sys
@@ -248,6 +249,94 @@ class DecodeTest(parameterized.TestCase):
         lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
         self.assertLen(lines, len({row["route"] for row in result["rows"]}))
         self.assertTrue(all(len(line.get("points").split()) == 2 for line in lines))
+
+    @parameterized.product(kn=((64, 64), (64, 96)), turns=(1, 3), prepared=(False, True))
+    def test_a_chain_is_a_loop_of_layers(self, kn, turns, prepared):
+        """Each layer reads the result of the one before, and a dispatch begins with the same x."""
+        shape = shapes.Shape(3, *kn, 32)
+        (layer,) = (layer for layer in cases.LAYERS if layer.name == "mxfp4")
+        layer = cases.prepared(layer) if prepared else layer
+        chain = decode.ours(layer, shape, 4, turns, chained=True)
+        self.assertEqual(chain.calls, 4 * turns)
+        _, weights = decode._stacks[f"mxfp4 {prepared} True"]
+        ks = [k for k, _ in itertools.islice(itertools.cycle((kn, kn[::-1])), 4)]
+        self.assertEqual([w.k for w in weights], ks)
+        self.assertEqual({w.sign_order for w in weights}, {"sorted" if prepared else "linear"})
+        y = jax.random.normal(jax.random.key(1), (3, kn[0]), jnp.bfloat16)
+        for w in weights * turns:
+            y = jax_w4a4.matmul(y, w)
+        for _ in range(2):
+            np.testing.assert_array_equal(chain.enqueue(), y)
+
+    @parameterized.parameters(1, 3)
+    def test_nothing_of_a_chain_is_dropped_and_nothing_added(self, turns):
+        """All products, XLA's and ours, and no copy or kernel of another kind beside XLA's."""
+        shape = shapes.Shape(4, 64, 96, 32)
+        weights = [jnp.ones((n, k)) for k, n in ((64, 96), (96, 64), (64, 96), (96, 64))]
+        leaves, tree = jax.tree.flatten(weights)
+        x = jnp.ones((4, 64))
+        dots = jax.jit(
+            timing.through(lambda x, w: jnp.einsum("mk,nk->mn", x, w), tree, turns),
+            donate_argnums=0,
+            keep_unused=True,
+        )
+        text = dots.lower(x, x, *leaves).compile().as_text()
+        self.assertEqual(text.count(" dot("), 4 * turns, text)
+        self.assertNotIn(" copy(", text)
+        self.assertIn("input_output_alias={ {}: (0, {}", text)
+        decode.ours(NVFP4, shape, 4, turns, chained=True)
+        leaves, tree = jax.tree.flatten(decode._stacks["nvfp4 False True"][1])
+        x = jnp.ones((4, 64), jnp.bfloat16)
+        layers = timing.through(jax_w4a4.matmul, tree, turns)
+        calls = jax_w4a4.explain(layers, x, x, *leaves).calls
+        self.assertEqual(
+            [(call.count, call.problem.k, call.problem.n) for call in calls],
+            [(2 * turns, 64, 96), (2 * turns, 96, 64)],
+        )
+
+    @parameterized.parameters((64, 64), (64, 160))
+    def test_results_of_a_chain_stay_as_large_as_x(self, k, n):
+        """Hundreds of layers, the most of one dispatch, ours from an x that is too large as well.
+        What keeps XLA's is the law of large numbers, in layers of this size hardly."""
+        shape = shapes.Shape(4, k, n, 32)
+        decode.ours(NVFP4, shape, 16, 1, chained=True)
+        decode.xla_bf16(shape, 16, 1, chained=True)
+        for route, call, start, most in (
+            ("nvfp4 False True", jax_w4a4.matmul, (1, 1e3), 2),
+            ("xla bf16 dot True", lambda x, w: jnp.einsum("mk,nk->mn", x, w), (1,), 1e3),
+        ):
+            step = jax.jit(call)
+            for size in start:
+                y = size * jax.random.normal(jax.random.key(1), (4, k), jnp.bfloat16)
+                for w in decode._stacks[route][1] * 32:
+                    y = step(y, w)
+                rms = float(jnp.sqrt(jnp.mean(y.astype(jnp.float32) ** 2)))
+                self.assertBetween(rms, 1 / most, most, route)
+
+    def test_the_result_of_a_chain_lands_where_the_last_one_lay(self):
+        chain = decode.xla_bf16(shapes.Shape(4, 64, 96, 32), 4, 2, chained=True)
+        first = chain.enqueue().unsafe_buffer_pointer()
+        self.assertEqual(chain.enqueue().unsafe_buffer_pointer(), first)
+
+    def test_run_of_chains(self):
+        """Two shapes that are each other's transposes are one row."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            arguments = ["--chain", "--shapes", "64x96", "96x64", "64x64", "--rows", "1"]
+            arguments += ["--rounds", "1", "--turns", "2", "--json", str(path)]
+            with mock.patch.object(decode, "layers_of", lambda _: 3):
+                self.assertEqual(decode.main(arguments), 0)
+            result = json.loads(path.read_text())
+        names = [cases.BASE, "matmul mxfp4"]
+        self.assertEqual(
+            [(row["shape"], row["layers"], row["route"]) for row in result["rows"]],
+            [("64x96+96x64", 4, name) for name in names] + [("64x64", 3, name) for name in names],
+        )
+        for row in result["rows"]:
+            self.assertTrue(row["chained"])
+            self.assertAlmostEqual(row["dispatch_us"], 2 * row["layers"] * row["us"])
+        with self.assertRaises(SystemExit), mock.patch.object(sys, "stderr"):
+            decode.main(["--chain", "--kernels"])
 
     def test_kernels_are_traced_on_request(self):
         with (

@@ -267,6 +267,19 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(dict(t.bytes)["codes"], 8_355_840)
         self.assertEqual(t.total_flops, 2 * 4352 * 3840 * 128)
 
+    def test_low_rank_down_changes_its_launch(self):
+        """In the gemm's: work and lora_down go with it, x is read twice, the sums of three CTAs and
+        lora_act are written twice."""
+        p = problem(m=64, rank=32)
+        without = budget.quantizer_traffic(p, 64), budget.gemm_traffic(p, 64)
+        ahead = budget.quantizer_traffic(p, 64, ahead=4), budget.gemm_traffic(p, 64, ahead=4)
+        total = [sum(t.total_flops for t in each) for each in (without, ahead)]
+        self.assertEqual(*total)
+        self.assertEqual([t.total_flops for t in ahead][0], 0)
+        x, down, sums = 64 * 3840 * 2, 3840 * 32 * 2, 3 * 64 * 32 * 4
+        moved = [[t.total_bytes for t in each] for each in (without, ahead)]
+        self.assertEqual(moved[1], [moved[0][0] - down + sums, moved[0][1] + x + down + sums])
+
 
 class DownAheadTest(parameterized.TestCase):
     """LoRA-down in the decode GEMM's launch: its ring takes what that GEMM's CTAs have."""

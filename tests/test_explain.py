@@ -107,8 +107,8 @@ class ShapeTest(parameterized.TestCase):
         self.assertEqual(moved["activations"] + moved["activation scales"], activation)
 
     @parameterized.parameters(
-        (64, "LoRA-down on 4 CTAs of the gemm's launch (10 stages of 64 k, 174240 B shared"),
-        (16, "and LoRA-down (16 rows and 16 ranks per 8 CTAs) in one launch"),
+        (64, "gemm and LoRA-down (4 CTAs ahead, 10 stages of 64 k, 174240 B shared memory) in"),
+        (16, "threads) and LoRA-down (16 rows and 16 ranks per 8 CTAs) in one launch\n"),
     )
     def test_where_low_rank_down_runs(self, m, where):
         """sm90_decode: the launch that has it, and the reason for the quantizer says the same."""
@@ -119,6 +119,45 @@ class ShapeTest(parameterized.TestCase):
         self.assertIn(where, text)
         self.assertIn(call.plan.quantizer.why, text)
         self.assertEqual(ahead in text, m == 64)
+        self.assertEqual("\ngemm\n" in text, m == 16)
+
+    @parameterized.parameters((64, True), (16, False))
+    def test_work_of_low_rank_down_is_its_launch_s(self, m, in_gemm):
+        """FLOP and bytes are those of the launch that has LoRA-down; both read x where it is the
+        gemm's, and what it leaves for the last of its CTAs is marked by the launch before."""
+        (call,) = explain((m, 8192, 4096), rank=32, format="mxfp4", target="sm_90").calls
+        bytes_of = [dict(launch.traffic.bytes) for launch in (call.quantizer, call.gemm)]
+        quantizer, gemm = bytes_of
+        owner, other = (call.gemm, call.quantizer) if in_gemm else (call.quantizer, call.gemm)
+        self.assertEqual(dict(owner.traffic.flops)["LoRA-down"], 2 * m * 8192 * 32)
+        self.assertIn(
+            ("LoRA-down", 2 * m * 8192 * 32 / 989e12), [each[:2] for each in owner.compute]
+        )
+        self.assertNotIn("LoRA-down", dict(other.traffic.flops))
+        self.assertEqual(dict(owner.traffic.bytes)["lora_down"], 8192 * 32 * 2)
+        self.assertNotIn("lora_down", dict(other.traffic.bytes))
+        x, sums = 2 * m * 8192, 3 * m * 32 * 4
+        self.assertEqual((quantizer["x"], gemm.get("x")), (x, x if in_gemm else None))
+        for moved in bytes_of:
+            self.assertEqual(moved.get("down_sums"), sums if in_gemm else None)
+            self.assertEqual(moved["lora_act"], m * 32 * 2)
+        data = explain((m, 8192, 4096), rank=32, format="mxfp4", target="sm_90").as_dict()
+        self.assertEqual("LoRA-down" in data["calls"][0]["gemm"]["flops"], in_gemm)
+
+    def test_ready_activation_has_no_low_rank_down(self):
+        """The gemm's plan names four CTAs for it, which a call with lora_act does not start."""
+        found = explain(
+            lambda x, w: matmul(quantize_activation(x, w), w),
+            x_like(64, 8192),
+            weight(k=8192),
+            target="sm_90",
+        )
+        quantize, gemm = found.calls
+        self.assertEqual(gemm.plan.quantizer.down.ahead, 4)
+        self.assertEqual(dict(gemm.gemm.traffic.flops).keys(), {"product", "LoRA-up"})
+        self.assertNotIn("lora_down", dict(gemm.gemm.traffic.bytes))
+        self.assertIn("\ngemm\n", str(gemm))
+        self.assertIn("LoRA-down", dict(quantize.quantizer.traffic.flops))
 
     def test_shared_activation_on_the_prefill_kernel(self):
         """The gemm of a ready activation owes nothing to the quantizer that its plan names."""

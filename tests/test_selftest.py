@@ -253,6 +253,35 @@ class VariantTest(parameterized.TestCase):
             self.assertEqual(names, built)
             self.assertEqual(pairs, {"sm100_v2"})
 
+    @parameterized.parameters(*probes.KINDS)
+    def test_low_rank_down_in_the_gemm_s_launch(self, kind):
+        """Wherever there is a kernel for it: from x against the reference, and repeated."""
+        session = parts.Session(plan.targets.get("sm_90"))
+        found = []
+
+        def solve(problem, target, **forced):
+            solved = plan.solve(problem, target, **forced)
+            if "kernel" not in forced:  # or it is asked for only, and nobody launches it
+                found.append(solved)
+            return solved
+
+        def ahead(run):
+            found.clear()
+            with (
+                mock.patch.object(parts, "plan", mock.Mock(wraps=plan, solve=solve)),
+                mock.patch.object(parts, "KINDS", (kind,)),
+            ):
+                run()
+            return [p.problem.m for p in found if p.quantizer.down and p.quantizer.down.ahead]
+
+        def from_x():
+            for m, k, rank in parts.QUANTIZER:
+                parts._whole(session, kind, m, 264, k, rank)
+
+        able = str(kind) in ("nvfp4", "nvfp4 fastest", "mxfp4", "int4 block row")
+        self.assertEqual(ahead(from_x), [33] * able)
+        self.assertEqual(ahead(lambda: parts._loops(session)), [33] * able)
+
 
 class CommandTest(parameterized.TestCase):
     """Exit statuses, the report, the record."""

@@ -1089,18 +1089,38 @@ def _act_traffic(problem: Problem, m: int, private: bool) -> tuple[int, int]:
     return m * problem.k_pad // 2, m * blocks * ITEMSIZE[problem.scale_dtype]
 
 
-def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
+def _down_traffic(problem: Problem, m: int) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """FLOP of LoRA-down and the bytes that it reads; x is read by the quantizer as well."""
+    k = problem.k_pad
+    weight = _weights_read(problem, m) * k * problem.rank * ITEMSIZE[problem.lora_dtype]
+    x = ("x", m * k * ITEMSIZE[problem.x_dtype])
+    return 2 * m * k * problem.rank, (x, ("lora_down", weight))
+
+
+def _down_sums(problem: Problem, m: int, ahead: int) -> tuple[tuple[str, int], ...]:
+    """Bytes of what the ``ahead`` CTAs of a gemm's launch that have LoRA-down leave to the last."""
+    return (("down_sums", (ahead - 1) * m * problem.rank * 4),) if ahead else ()
+
+
+def gemm_traffic(problem: Problem, m: int, private: bool = False, ahead: int = 0) -> Traffic:
     """The gemm for ``m`` rows: 2*M*N*K of the product, 2*M*N*R of the low-rank branch.
 
     ``private``: the activation comes in the kernel's own layout, as sm90_v2 wants it.
+    ``ahead``: CTAs of the launch that have LoRA-down, see :class:`DownPlan`; 0 where the launch
+    before has it.
     """
     n, k, rank = problem.n, problem.k_pad, problem.rank
     blocks = k // problem.block_size
     scale = ITEMSIZE[problem.scale_dtype]
     codes, scales = _act_traffic(problem, m, private)
     weights = _weights_read(problem, m) * n
+    flops, reads = _down_traffic(problem, m)
     return Traffic(
-        flops=(("product", 2 * m * n * k), ("LoRA-up", 2 * m * n * rank)),
+        flops=(
+            ("product", 2 * m * n * k),
+            ("LoRA-up", 2 * m * n * rank),
+            *((("LoRA-down", flops),) if ahead else ()),
+        ),
         bytes=(
             ("weights", weights * k // 2),
             ("weight scales", weights * blocks * scale),
@@ -1109,34 +1129,39 @@ def gemm_traffic(problem: Problem, m: int, private: bool = False) -> Traffic:
             ("lora_up", weights * rank * ITEMSIZE[problem.lora_dtype]),
             ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
             ("vectors", 2 * weights * 4),
+            *(reads if ahead else ()),
+            *_down_sums(problem, m, ahead),
             ("output", m * n * ITEMSIZE[problem.out_dtype]),
         ),
     )
 
 
 def quantizer_traffic(
-    problem: Problem, m: int, private: bool = False, scale_atoms: bool = False
+    problem: Problem, m: int, private: bool = False, scale_atoms: bool = False, ahead: int = 0
 ) -> Traffic:
     """The activation quantizer for ``m`` rows: reads x once, 2*M*K*R of LoRA-down.
 
     ``private``: it writes the layout of the sm90_v2 gemm.
     ``scale_atoms``: the weight's block scales are brought into the layout of sm100_v2 beside it.
+    ``ahead``: CTAs of the gemm's launch that have LoRA-down instead; what they fill is marked here
+    as not yet there.
     """
     k, rank = problem.k_pad, problem.rank
-    lora = ITEMSIZE[problem.lora_dtype]
     codes, scales = _act_traffic(problem, m, private)
     weights = _weights_read(problem, m)
     weight = problem.n * (k // problem.block_size) * ITEMSIZE[problem.scale_dtype]
     atoms = (("weight scales as atoms", 2 * weight),) if scale_atoms and weight else ()
+    flops, (x, lora_down) = _down_traffic(problem, m)
     return Traffic(
-        flops=(("LoRA-down", 2 * m * k * rank),),
+        flops=() if ahead else (("LoRA-down", flops),),
         bytes=(
-            ("x", m * k * ITEMSIZE[problem.x_dtype]),
+            x,
             ("smooth", weights * k * 4),
-            ("lora_down", weights * k * rank * lora),
+            *(() if ahead else (lora_down,)),
             ("codes", codes),
             ("scales", scales),
-            ("lora_act", m * rank * lora),
+            ("lora_act", m * rank * ITEMSIZE[problem.lora_dtype]),
+            *_down_sums(problem, m, ahead),
             *atoms,
         ),
     )
@@ -1218,7 +1243,8 @@ class Design:
       grow_store: left-over bytes become store stages.
       lora_choices: counts of dedicated LoRA buffers to consider for a low-rank branch.
       main_peak: field of Target that bounds the product, by format.
-      up_peak, down_peak: the same of LoRA-up (in the gemm) and of LoRA-down (in the quantizer).
+      up_peak, down_peak: the same of LoRA-up (in the gemm) and of LoRA-down (in the quantizer, or
+        ahead of the gemm).
       grow_main: ``max_main_stages`` is a limit; without it the design has exactly so many.
       lora_row_bytes: of one token or weight row in a step of a streamed low-rank branch.
       interleaved: the K-loop objects of a stage lie side by side.

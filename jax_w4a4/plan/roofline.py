@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_w4a4.plan import budget
-from jax_w4a4.plan.budget import Problem, Traffic
+from jax_w4a4.plan.budget import Design, Problem, Traffic
 from jax_w4a4.plan.planner import Schedule
 from jax_w4a4.plan.targets import Target
 
@@ -51,29 +51,39 @@ class Launch:
         return max(self.compute, key=lambda part: part[1])[0]
 
 
-def gemm(kernel: str, problem: Problem, m: int, target: Target, schedule: Schedule) -> Launch:
-    """Bounds of the gemm of ``m`` rows by the kernel design ``kernel``."""
+def gemm(
+    kernel: str, problem: Problem, m: int, target: Target, schedule: Schedule, ahead: int = 0
+) -> Launch:
+    """Bounds of the gemm of ``m`` rows by the kernel design ``kernel``.
+
+    ``ahead``: CTAs of its launch that have LoRA-down.
+    """
     design = budget.DESIGNS[kernel]
-    traffic = budget.gemm_traffic(problem, m, design.private_layout)
-    return _launch(traffic, (design.peak(problem), design.up_peak), target, schedule.fill)
+    traffic = budget.gemm_traffic(problem, m, design.private_layout, ahead)
+    return _launch(design, problem, traffic, target, schedule.fill)
 
 
 def quantizer(
-    kernel: str, problem: Problem, m: int, target: Target, private: bool = False
+    kernel: str, problem: Problem, m: int, target: Target, private: bool = False, ahead: int = 0
 ) -> Launch:
     """Bounds of the activation quantizer that runs before the kernel design ``kernel``.
 
     ``private``: it writes the layout of that kernel, not the public one.
+    ``ahead``: CTAs of that kernel's launch that have LoRA-down.
     """
     design = budget.DESIGNS[kernel]
-    traffic = budget.quantizer_traffic(problem, m, private, design.scale_atoms)
-    return _launch(traffic, (design.down_peak,), target, 1.0)
+    traffic = budget.quantizer_traffic(problem, m, private, design.scale_atoms, ahead)
+    return _launch(design, problem, traffic, target, 1.0)
 
 
-def _launch(traffic: Traffic, peaks: tuple[str, ...], target: Target, fill: float) -> Launch:
+def _launch(
+    design: Design, problem: Problem, traffic: Traffic, target: Target, fill: float
+) -> Launch:
     compute = []
-    for (what, flops), field in zip(traffic.flops, peaks, strict=True):
+    low_rank = {"LoRA-up": design.up_peak, "LoRA-down": design.down_peak}
+    for what, flops in traffic.flops:
         if flops:
+            field = low_rank.get(what) or design.peak(problem)
             peak = getattr(target, field)
             compute.append((what, flops / peak, peak, field.removeprefix("peak_")))
     return Launch(traffic, tuple(compute), traffic.total_bytes / target.hbm_bytes_per_s, fill)

@@ -465,13 +465,18 @@ def _whole(session: Session, kind: Kind, m: int, n: int, k: int, rank: int, seed
     return (lambda: _run(_matmul, operands, **static)[0]), operands, spec
 
 
+# M, K, rank for LoRA-down in sm90_decode's own launch, where CTAs wait for each other's sums.
+DOWN_AHEAD = (33, 4104, 32)
+QUANTIZER = ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32), DOWN_AHEAD)
+
+
 def quantizer(session: Session) -> Outcome:
     """codes, scales and LoRA-down from x, and y from x, against the reference on the CPU"""
     out = Outcome()
     cpu = jax.local_devices(backend="cpu")[0]
     quantize = jax.jit(reference.quantize_activation_ref, static_argnames="spec")
     for kind in KINDS:
-        for m, k, rank in ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32)):
+        for m, k, rank in QUANTIZER:
             n = 264
             run, operands, spec = _whole(session, kind, m, n, k, rank, k)
             if run is None:
@@ -579,6 +584,11 @@ def _loops(session: Session) -> dict[str, Callable[[], jax.Array]]:
         run, *_ = _whole(session, kind, m, n, k, 128 if i // 2 % 2 else 32, i)
         if run is not None:
             out[f"{kind}, {m} tokens"] = run
+    m, k, rank = DOWN_AHEAD
+    for i, kind in enumerate(KINDS if on_gpu else ()):
+        problem = session.problem(kind, m, n, k, formats.padded_k(k, kind.block), rank)
+        if session.takes(Variant("sm90_decode", cluster=0), problem):
+            out[f"{kind}, {m} tokens"], *_ = _whole(session, kind, m, n, k, rank, i)
     return out
 
 
