@@ -1074,6 +1074,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
                                sum_barrier(args, smem), 1 - share.rank, v);
       }
     }
+    if (args.rank > kActRanks) grid_dependency_wait();
     for (int rank = 0; rank < args.rank; rank += kActRanks) {
       if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);
 #pragma unroll

@@ -292,7 +292,7 @@ class DownAheadTest(parameterized.TestCase):
         (16 * STAGE + 256, 16), (20 * STAGE, 16),
     )  # fmt: skip
     def test_stages(self, smem, stages):
-        down = budget.down_ahead(problem(m=64, rank=32), 640, smem, 132)
+        down = budget.down_ahead(problem(m=64, rank=32), 64, 640, smem, 132)
         self.assertEqual((down.stages, down.off_barriers), (stages, stages * self.STAGE))
         self.assertEqual(down.smem_bytes, stages * (self.STAGE + 16))
         self.assertLessEqual(down.smem_bytes, smem)
@@ -301,11 +301,18 @@ class DownAheadTest(parameterized.TestCase):
         self.assertEqual((down.ahead, down.rows, down.cluster, down.threads), (4, 64, 1, 640))
 
     def test_too_little_shared_memory(self):
-        self.assertIsNone(budget.down_ahead(problem(m=64, rank=32), 640, 2 * self.STAGE + 31, 132))
+        short = 2 * self.STAGE + 31
+        self.assertIsNone(budget.down_ahead(problem(m=64, rank=32), 64, 640, short, 132))
+
+    def test_128_tokens(self):
+        down = budget.down_ahead(problem(m=65, rank=32), 128, 384, 223872, 132)
+        stage = 128 * 128 + 64 * 128
+        self.assertEqual((down.stages, down.off_barriers), (9, 9 * stage))
+        self.assertEqual((down.rows, down.threads, down.early), (128, 384, 67))
 
     @parameterized.parameters((64, 132, 68), (17, 132, 115), (64, 60, 0))
     def test_as_many_begin_early_as_the_quantizer_leaves_sms(self, m, sm_count, early):
-        down = budget.down_ahead(problem(m=m, rank=16), 640, 1 << 17, sm_count)
+        down = budget.down_ahead(problem(m=m, rank=16), 64, 640, 1 << 17, sm_count)
         self.assertEqual(down.early, early)
 
 

@@ -196,8 +196,8 @@ class ShapeTest(parameterized.TestCase):
             explain((512, 2048, 4096), format="mxfp4", groups=64, target="sm_100")
 
     def test_reason_for_the_kernel(self):
-        text = str(explain((128, 3840, 3072), rank=128, target="sm_90"))
-        self.assertIn("- kernel sm90_v2 instead of sm90_decode: 128 rows, it takes 1 to 64", text)
+        text = str(explain((129, 3840, 3072), rank=128, target="sm_90"))
+        self.assertIn("- kernel sm90_v2 instead of sm90_decode: 129 rows, it takes 1 to 128", text)
         text = str(explain((32, 3840, 3072), rank=8, target="sm_90"))
         for name in ("sm90_decode", "sm90_v2"):
             reason = "rank 8 is not a multiple of 16 up to 256"

@@ -116,7 +116,7 @@ _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7
 _DECODE_REFILL_S = 1.9e-6
 # Seconds of a stage with 128 tokens, by the most rows of a CTA (docs/notes.md, "A tile of 128 tokens").
 _DECODE_MANY_STEP_S = {64: 0.44e-6, 128: 0.85e-6}
-# From how much K of a CTA on LoRA-down is faster in sm90_decode's launch, by tile_m.
+# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a CTA.
 _LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
@@ -869,9 +869,11 @@ def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config)
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     least_k = _LEAST_AHEAD_K[best.tile_m]
-    k = problem.k_pad // best.cluster
+    k = problem.k_pad
+    if best.tile_m > 64:  # two CTAs are through with K = 4096 before LoRA-down is: 13.2 us, not 12.0
+        k //= best.cluster
     if k < least_k:
-        return f"a CTA has {k} of K, it is faster from {least_k} on"
+        return f"K is {k}, it is faster from {least_k} on"
     ctas = _schedule(design, problem, best, target).tiles * best.cluster
     ahead = budget.DOWN_AHEAD_CTAS
     # In several rounds the launch ends because CTAs are dispatched in the order of their numbers,
@@ -1292,6 +1294,8 @@ def _why_store(
     name = _count(best.store_stages, "store stage")
     if "store_stages" in forced:
         return f"{name}: forced by the caller"
+    if design.decode and budget.decode_shape(best.tile_m, best.tile_n)[1] == 1:
+        return "results go straight from registers: a warpgroup has all of K"
     if design.decode:
         return "sums of the warpgroups lie over the main ring and cost no bytes"
     if not design.grow_store:
