@@ -14,8 +14,8 @@ into a CUDA graph while the clock ran: none where the graph was replayed. `--ker
 JSON what a layer spends in each kernel, one after the other and outside the graph; the stack's own
 kernel, which reads the results, is among them.
 
-Large layers of many rows run into the chip's power limit. `--cool` adds what they take at the clock of
-a GPU that idled before ("cool_us"), as between the other parts of a model.
+Large layers of many rows run into the chip's power limit. `--cool` adds what they take at the clock
+of a GPU that idled before ("cool_us"), as between the other parts of a model.
 
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
 

@@ -94,9 +94,9 @@ def cool_seconds_per_call(
     """Median seconds of one call on a GPU that idled for `pause` seconds before some ms of work.
 
     Kernels that are near a chip's power limit slow its clock down after that (an H200: 1980 to 1530
-    MHz, docs/notes.md), so `seconds_per_call` is what they take hour after hour, and this is what they
-    take between other work. Each sample is the difference of two bursts, of one and of three parts,
-    so that what starts and ends a burst cancels out.
+    MHz, docs/notes.md), so `seconds_per_call` is what they take hour after hour, and this is what
+    they take between other work. Each sample is the difference of two bursts, of one and of three
+    parts, so that what starts and ends a burst cancels out.
     """
     chain.wait(chain.enqueue())
     start = time.perf_counter()
