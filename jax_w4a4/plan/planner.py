@@ -114,10 +114,11 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# Seconds of a stage with 128 tokens, by the most rows of a CTA (docs/notes.md, "A tile of 128 tokens").
+# Seconds of a stage with 128 tokens, by bytes of an activation and the most rows of a CTA
+# (docs/notes.md, "A tile of 128 tokens").
 _DECODE_MANY_STEP_S = {
     1: {64: 0.44e-6, 128: 0.85e-6},
-    2: {64: 1.0e-6, 128: 1.65e-6},
+    2: {64: 1.2e-6, 128: 1.65e-6},
 }
 # From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a CTA.
 _LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
