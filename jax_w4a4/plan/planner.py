@@ -1130,6 +1130,8 @@ def _decode_step_seconds(problem: Problem, config: Config) -> float:
     else:
         step, token = _DECODE_STEP_S[rows]
         seconds = step + config.tile_m * token
+        if rows == 32:  # fitted where a stage was 1024 long
+            seconds *= config.tile_k / 1024
     return max(seconds, _DECODE_REFILL_S / max(config.main_stages, 1))
 
 
