@@ -473,7 +473,10 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     }
   } else {
     constexpr int kLanes = kMultiplyThreads<kTokens> / kRows;  // of a row
-    const int row = thread / kLanes;
+    const int own = thread / kLanes;
+    // The lanes of a warp exchange what they find. With two per row a warp has 16 rows, of which tile_n, a
+    // multiple of 8, may leave half; those past the last repeat it.
+    const int row = kLanes >= 4 ? own : min(own, args.tile_n - 1);
     const ScaleShare scales = scale_share<Path, kTokens, kRows>(args, share);
     const bool words = args.rows.scale_blocks % 4 == 0;
     if (!args.scale_map && words) copy_scales<4, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
@@ -489,7 +492,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
       wait_copies();
       named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
     }
-    // The same for a whole warp, as tile_n is a multiple of 8: its lanes exchange what they find.
+    // The same for a whole warp.
     if (row < args.tile_n) {
       // With two CTAs each may have a base of its own for a row: their sums are scaled before they meet.
       const Extremes found =
@@ -500,7 +503,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
         const bool flushes = typename Path::RowFold(v.base).flushes(found.least);
         v.base = (v.base & 0xFFFF) | flushes << 16;
       }
-      if (thread % kLanes == 0) write(row, v);
+      if (thread % kLanes == 0 && own < args.tile_n) write(row, v);
     }
     if (in_last_stage(args)) {
       __syncwarp();
@@ -1089,6 +1092,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
         for (int j = 0; j < 4; ++j) acc[4 * unit + j] += product[j];
       }
     }
+    // The first warp does it whatever there is to add: the CTA may not end while the peer writes here.
     if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
     const int n = share.n0 + row;
     const bool inside = row < args.tile_n && n < args.n;
@@ -1107,8 +1111,6 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
       store_tokens(args, unit * 8 + lane % 4 * 2, n, inside, v, bias);
     }
   }
-  // The peer writes here: not before that is through may the CTA end.
-  if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
 }
 
 // ---- kernel ----

@@ -95,6 +95,7 @@ class DecodeCorner:
 
     format: str
     blocks: str
+    m: int
     tile_n: int
     cluster: int
     rank: int
@@ -102,12 +103,12 @@ class DecodeCorner:
 
     @property
     def cell(self) -> Cell:
-        step = 256 * gpu_parity.plan.budget.decode_shape(5, self.tile_n)[2]
+        step = 256 * gpu_parity.plan.budget.decode_shape(self.m, self.tile_n)[2]
         steps = max(k_blocks(self.blocks, self.stages) * self.cluster, self.cluster)
         return Cell(
             self.format.split()[0],
             self.rank,
-            5,
+            self.m,
             3 * self.tile_n - 5,
             steps * step - 24,
             kernel="sm90_decode",
@@ -121,8 +122,13 @@ class DecodeCorner:
 
 def decode_corners(formats: tuple[str, ...]) -> Iterator[DecodeCorner]:
     known = [f for f in formats if f != "int4 in blocks"]
-    for parts in itertools.product(known, BLOCKS, (24, 64, 128), (1, 2), (0, 160), (2, 4)):
+    for parts in itertools.product(known, BLOCKS, (5,), (24, 64, 128), (1, 2), (0, 160), (2, 4)):
         yield DecodeCorner(*parts)
+    # Many tokens, where a warpgroup has half of K and all of it; few stages fit.
+    for parts in itertools.product(known, BLOCKS, (101,), (40, 104), (1, 2), (0, 48), (2, 3)):
+        corner = DecodeCorner(*parts)
+        if gpu_parity.fits(corner.cell):
+            yield corner
 
 
 def corners(formats: tuple[str, ...]) -> Iterator[Corner]:

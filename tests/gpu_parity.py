@@ -303,6 +303,9 @@ DOWN_AHEAD = (
     (17, 77, 8, 32, 1), (64, 264, 200, 64, 1), (33, 130, 520, 128, 2), (32, 3072, 1032, 24, 1),
     (64, 4096, 4096, 32, 1), (63, 8192, 4128, 64, 1), (40, 4096, 14336, 64, 2),
     (61, 36864, 1280, 128, 1), (48, 16384, 2056, 128, 1),
+    # 128 tokens, of both shapes of a CTA.
+    (65, 77, 8, 32, 1), (100, 264, 200, 104, 1), (97, 130, 520, 128, 2), (128, 4096, 4096, 32, 1),
+    (127, 4096, 14336, 64, 2), (96, 16384, 2056, 128, 1), (65, 36864, 1280, 128, 1),
 )  # fmt: skip
 
 
@@ -357,20 +360,20 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         yield from decode_cells_of(path)
         cell = functools.partial(Cell, **V2_PATHS[path], kernel="sm90_decode")
         for rank in (*V2_RANKS, 48, 64, 96, 160, 240):
-            for m in (3, 61):
-                yield cell(rank=rank, m=m, n=264, k=640)
+            for m, tile_n in ((3, None), (61, None), (125, 64), (125, 88)):
+                yield cell(rank=rank, m=m, n=264, k=640, tile_n=tile_n)
         for tile_n in range(8, 136, 8):  # every number of rows per CTA, and N that it leaves ragged
             for cluster in (1, 2):
-                for m in (9, 61):
+                for m in (9, 61, 101):
                     found = cell(rank=16, m=m, n=269, k=2208, tile_n=tile_n, cluster=cluster)
                     if fits(found):
                         yield found
         # The block scales of the second CTA begin inside 16 bytes.
-        for m in (1, 64):
+        for m in (1, 64, 127):
             yield cell(rank=16, m=m, n=269, k=512, tile_n=128, cluster=2)
         # More block scales than have room at once, with many tokens.
         for tile_n, cluster, k in SCALES_IN_TURN:
-            for m in (17, 64):
+            for m in (17, 64, 93):
                 found = cell(rank=16, m=m, n=269, k=k, tile_n=tile_n, cluster=cluster)
                 if fits(found):
                     yield found
@@ -391,12 +394,12 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
                 if fits(found):
                     yield found
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
-            for m in (1, 16, 64):
+            for m in (1, 16, 64, 128):
                 yield cell(rank=32, m=m, n=n, k=k)
         # LoRA-down in the gemm's launch: CTAs without a share of K, rings that wrap, any end of K.
-        grid = itertools.product((24, 40, 64, 128), (1, 2), (40, 1032, 2208, 8200))
+        grid = itertools.product((24, 40, 64, 104, 128), (1, 2), (40, 1032, 2208, 8200))
         for i, (tile_n, cluster, k) in enumerate(grid):
-            for m in ((17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3]):
+            for m in ((17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3], (65, 97, 128)[i // 3 % 3]):
                 found = cell(
                     rank=(16, 32)[(i + i // 4 + i // 8) % 2], m=m, n=269, k=k, tile_n=tile_n,
                     cluster=cluster, down_ahead=4,
@@ -406,7 +409,7 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         # Block scales in turn: places taken once and again, of one CTA and of two.
         for m, tile_n, cluster, k in (
             (17, 8, 1, 8704), (64, 64, 1, 16384), (33, 40, 2, 28672), (30, 128, 1, 8704),
-            (24, 32, 2, 28672), (32, 16, 1, 11264),
+            (24, 32, 2, 28672), (32, 16, 1, 11264), (66, 64, 1, 16384), (120, 72, 2, 28672),
         ):  # fmt: skip
             found = cell(rank=16, m=m, n=3 * tile_n + 5, k=k, tile_n=tile_n, cluster=cluster)
             if fits(found):
@@ -478,8 +481,8 @@ def small_cells() -> Iterator[Cell]:
                 )
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
     for path in plan.budget.DECODE_PATHS:
-        for tile_n, cluster in ((24, 1), (64, 2), (128, 1)):
-            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16)):
+        for tile_n, cluster in ((24, 1), (64, 2), (104, 2), (128, 1)):
+            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16), (65, 48), (120, 32)):
                 cell = Cell(
                     rank=rank,
                     m=m,

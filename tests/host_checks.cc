@@ -72,7 +72,7 @@ int64_t AtomsAlongK(int64_t k_pad, int block) { return Sm100Atoms(k_pad, block);
 void DecodeScales(int path, int64_t tile_m, int64_t tile_n, int64_t k_pad, int64_t splits,
                   int64_t stages, int64_t* out) {
   const auto p = static_cast<GemmV2Path>(path);
-  out[0] = DecodeScaleBoxes(p, tile_n, k_pad, splits);
+  out[0] = DecodeScaleBoxes(p, tile_m, tile_n, k_pad, splits);
   out[1] = DecodeScaleSlots(p, tile_m, tile_n, k_pad, splits, stages);
 }
 

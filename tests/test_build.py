@@ -930,7 +930,7 @@ class DecodePlanChecks(PlanCase):
     def test_every_decode_plan_is_accepted(self, path, rank, cluster, quantizer):
         format, mode = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
-        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), (1, 12, 30, 64)):
+        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), (1, 12, 30, 64, 100)):
             with self.subTest(tile_n=tile_n, m=m):
                 try:
                     attrs = self.decode_attrs(format, rank, 2080, mode, m, tile_n=tile_n, **forced)
@@ -938,7 +938,7 @@ class DecodePlanChecks(PlanCase):
                     continue
                 self.compile(*attrs, rank)()
 
-    @parameterized.product(path=PATHS, cluster=(1, 2), m=(16, 30, 64))
+    @parameterized.product(path=PATHS, cluster=(1, 2), m=(16, 30, 64, 128))
     def test_every_decode_plan_of_a_long_k_is_accepted(self, path, cluster, m):
         """Block scales all at once, or two boxes of them in turn."""
         format, mode = path
@@ -961,7 +961,7 @@ class DecodePlanChecks(PlanCase):
         (format, mode), half = path, "bfloat16"
         found, in_turn = np.zeros(2, np.int64), 0
         for k_pad, tile_m, tile_n, stages in itertools.product(
-            (2048, 4352, 4608, 8192, 8224, 8704, 16896, 17408), (8, 16, 32, 64),
+            (2048, 4352, 4608, 8192, 8224, 8704, 16896, 17408), plan.budget.DECODE_TOKENS,
             (8, 32, 40, 64, 72, 128), (1, 2, 3, 4, 5, 8, 9, 16),
         ):  # fmt: skip
             block, scale = {
@@ -1052,11 +1052,38 @@ class DecodePlanChecks(PlanCase):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s)FAILED_PRECONDITION.*{text}"):
             self.compile(plan_attrs, spec_attrs)()
 
+    @parameterized.parameters(
+        # Of four warpgroups, and of 64 rows where there are two.
+        ("threads", 640, "INVALID_ARGUMENT.*640 threads.*expected.*384 threads"),
+        ("tile_k", 512, "INVALID_ARGUMENT.*tile_k 512.*expected tile_k 256"),
+        ("bytes_act", 16384, "FAILED_PRECONDITION.*16384 bytes of act at"),
+        # The whole low-rank product, and what a single CTA has.
+        ("bytes_lora_act", 65536, "FAILED_PRECONDITION.*65536 bytes of lora_act"),
+        ("bytes_lora_act", 8192, "FAILED_PRECONDITION.*8192 bytes of lora_act"),
+        ("off_lora_act", 0, "FAILED_PRECONDITION.*main ring overlap lora_act"),
+    )
+    def test_results_from_registers(self, key, value, text):
+        """128 tokens, a warpgroup with all of K: no partial sums, the peer's of half the tokens."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=65, tile_n=72, cluster=2)
+        self.compile(plan_attrs, spec_attrs)()
+        self.assertEqual((plan_attrs["bytes_store"], plan_attrs["bytes_lora_act"]), (0, 40960))
+        plan_attrs[key] = value
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, f"(?s){text}"):
+            self.compile(plan_attrs, spec_attrs)()
+
+    def test_the_other_shape_of_128_tokens(self):
+        """Of at most 64 rows two warpgroups divide K: its regions are not those of more rows."""
+        few, spec_attrs = self.decode_attrs(m=65, tile_n=64, cluster=2)
+        self.compile(few, spec_attrs)()
+        self.assertEqual((few["bytes_store"], few["bytes_lora_act"]), (65536, 32768))
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "FAILED_PRECONDITION"):
+            self.compile(few | {"bytes_store": 0}, spec_attrs)()
+
     @parameterized.product(path=PATHS, rank=(16, 32), cluster=(1, 2))
     def test_every_plan_with_low_rank_down_in_the_launch_is_accepted(self, path, rank, cluster):
         format, mode = path
         forced = {"cluster": cluster, "down_ahead": 4}
-        for tile_n, m, k in itertools.product((8, 40, 64, 128), (17, 33, 64), (1056, 8704)):
+        for tile_n, m, k in itertools.product((8, 40, 64, 128), (17, 33, 64, 65), (1056, 8704)):
             with self.subTest(tile_n=tile_n, m=m, k=k):
                 try:
                     attrs = self.decode_attrs(format, rank, k, mode, m, tile_n=tile_n, **forced)
@@ -1067,7 +1094,7 @@ class DecodePlanChecks(PlanCase):
 
     @parameterized.parameters(
         ("down_ahead", 2, "LoRA-down 2 CTAs of the gemm's launch of tile_m 32"),
-        ("down_ahead", 8, "LoRA-down 8 CTAs .* it needs 4 of tile_m 32 to 64"),
+        ("down_ahead", 8, "LoRA-down 8 CTAs .* it needs 4 of tile_m 32 and more"),
         # Not ahead: what quantizer 5's own LoRA-down must not have.
         ("down_ahead", 0, "LoRA-down cluster 1"),
         ("down_cluster", 0, "in clusters of 0"),
@@ -1097,6 +1124,17 @@ class DecodePlanChecks(PlanCase):
         plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
         self.compile(plan_attrs, spec_attrs)()
         self.assertGreater(2 * stage, 64 * (64 + 4) * 4)
+
+    def test_stages_of_low_rank_down_of_128_tokens(self):
+        """A ring for 64 tokens would end in front of the barriers, too."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=65, tile_n=64, cluster=1, down_ahead=4)
+        stage = 128 * 128 + 64 * 128
+        plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
+        self.compile(plan_attrs, spec_attrs)()
+        plan_attrs["off_down_barriers"] = 2 * (72 * 128 + 64 * 128)
+        text = f"behind {2 * stage} bytes of ring"
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+            self.compile(plan_attrs, spec_attrs)()
 
     @parameterized.parameters((48, "at rank 48; .* rank up to 32"), (0, "at rank 0"))
     def test_ranks_that_low_rank_down_in_the_launch_lacks(self, rank, text):

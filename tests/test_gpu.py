@@ -507,7 +507,7 @@ class CommandBuffers(parameterized.TestCase):
         self.assertEqual(report["wrong"], 0, report)
         self.assertGreaterEqual(report["moving"]["captured"], length * 10, report)
 
-    @parameterized.parameters((1, "mxfp4"), (16, "nvfp4"), (64, "mxfp4"))
+    @parameterized.parameters((1, "mxfp4"), (16, "nvfp4"), (64, "mxfp4"), (128, "nvfp4"))
     def test_a_decode_step_is_one_graph(self, rows, format):
         """After the first steps no handler runs: the host starts one graph per step."""
         flags = "--xla_enable_command_buffers_during_profiling=true"

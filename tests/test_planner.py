@@ -233,7 +233,9 @@ class Sm90DecodeTest(parameterized.TestCase):
         p = problem(m=m, n=n, k=k, format=format, rank=rank, **changes)
         return plan.solve(p, "sm_90", kernel=kernel, **dict(forced))
 
-    @parameterized.product(m=(1, 2, 8, 9, 33, 65, 128), format=("mxfp4", "nvfp4"), rank=(0, 16, 256))
+    @parameterized.product(
+        m=(1, 2, 8, 9, 33, 65, 128), format=("mxfp4", "nvfp4"), rank=(0, 16, 256)
+    )
     def test_chosen_for_few_rows(self, m, format, rank):
         solved = self.solve(m=m, format=format, rank=rank)
         self.assertEqual((solved.kernel, solved.quantizer.kernel), ("sm90_decode", 5))

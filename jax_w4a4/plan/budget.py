@@ -645,8 +645,8 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
     return stages, columns, scales
 
 
-# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage. Up to
-# so many tokens; with 128 there are two warpgroups, not four, whose registers hold the sums.
+# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage; up
+# to so many tokens. With 128 there are two warpgroups, not four, whose registers hold the sums.
 _DECODE_SHAPES = {
     16: ((32, 4, 4), (64, 4, 2), (128, 2, 1)),
     64: ((32, 4, 2), (64, 4, 2), (128, 2, 1)),
@@ -723,9 +723,11 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             addend,
             1 if addend else 0,
             "kernel",
-            "tile_m*64, 32 ranks of it" + (f"; tile_m*{rows}*2, the peer's sums in fp32" if peer else "")
-            if alone
-            else f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32",
+            f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32"
+            if not alone
+            else f"tile_m*64, 32 ranks of it; tile_m*{rows}*2, the peer's sums in fp32"
+            if peer
+            else "tile_m*64, 32 ranks of it",
         ),
         row(
             "store",

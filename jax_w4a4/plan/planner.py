@@ -120,7 +120,8 @@ _DECODE_MANY_STEP_S = {
     1: {64: 0.44e-6, 128: 0.85e-6},
     2: {64: 1.2e-6, 128: 1.65e-6},
 }
-# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a CTA.
+# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a
+# CTA.
 _LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
@@ -701,10 +702,8 @@ def _no_tile(
         tiles = _tiles(design, problem, forced)
     except ValueError as error:
         return str(error).removeprefix("jax_w4a4.plan: ")
-    fits = [
-        _fit(design, problem, target, Config(*t[:2], design.step(problem, *t[:2]), t[2], 0, 0, 0), {})
-        for t in tiles
-    ]
+    configs = [Config(*t[:2], design.step(problem, *t[:2]), t[2], 0, 0, 0) for t in tiles]
+    fits = [_fit(design, problem, target, config, {}) for config in configs]
     if all(isinstance(fit, str) for fit in fits):
         return f"no tile of it fits {target.smem_bytes} B of shared memory"
     return None
@@ -874,7 +873,8 @@ def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config)
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     least_k = _LEAST_AHEAD_K[best.tile_m]
     k = problem.k_pad
-    if best.tile_m > 64:  # two CTAs are through with K = 4096 before LoRA-down is: 13.2 us, not 12.0
+    if best.tile_m > 64:
+        # Two CTAs are through with K = 4096 before LoRA-down is: 13.2 us, not 12.0.
         k //= best.cluster
     if k < least_k:
         return f"K is {k}, it is faster from {least_k} on"

@@ -330,7 +330,10 @@ def exact_call(kind: Kind, m: int, n: int, k: int, rank: int, seed: int) -> Call
 
 # M, N, K before padding, rank; the first for every tile.
 EXACT = ((300, 600, 1056, 128), (1, 8, 32, 0), (70, 264, 416, 32), (257, 129, 608, 0))
-EXACT_FEW = ((48, 600, 1056, 128), (1, 8, 32, 0), (13, 264, 416, 32), (64, 129, 608, 0))
+EXACT_FEW = (
+    (48, 600, 1056, 128), (1, 8, 32, 0), (13, 264, 416, 32), (64, 129, 608, 0),
+    (101, 200, 1056, 48), (128, 2184, 672, 96),
+)  # fmt: skip
 
 
 def exact(session: Session) -> Outcome:
@@ -466,8 +469,8 @@ def _whole(session: Session, kind: Kind, m: int, n: int, k: int, rank: int, seed
 
 
 # M, K, rank for LoRA-down in sm90_decode's own launch, where CTAs wait for each other's sums.
-DOWN_AHEAD = (33, 4104, 32)
-QUANTIZER = ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32), DOWN_AHEAD)
+DOWN_AHEAD = ((33, 4104, 32), (97, 8200, 16))
+QUANTIZER = ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32), *DOWN_AHEAD)
 
 
 def quantizer(session: Session) -> Outcome:
@@ -584,8 +587,8 @@ def _loops(session: Session) -> dict[str, Callable[[], jax.Array]]:
         run, *_ = _whole(session, kind, m, n, k, 128 if i // 2 % 2 else 32, i)
         if run is not None:
             out[f"{kind}, {m} tokens"] = run
-    m, k, rank = DOWN_AHEAD
-    for i, kind in enumerate(KINDS if on_gpu else ()):
+    ahead = itertools.product(KINDS, DOWN_AHEAD) if on_gpu else ()
+    for i, (kind, (m, k, rank)) in enumerate(ahead):
         problem = session.problem(kind, m, n, k, formats.padded_k(k, kind.block), rank)
         if session.takes(Variant("sm90_decode", cluster=0), problem):
             out[f"{kind}, {m} tokens"], *_ = _whole(session, kind, m, n, k, rank, i)

@@ -189,7 +189,7 @@ SMALL = Sizes(((72, 136), *_TAILS), (64 * 2 * 7, 200, 264))
 # For a GPU: more than one tile of every kernel and both halves of a pair's, several tiles per CTA.
 LARGE = Sizes(((333, 392), *_TAILS), (64 * 2 * 37, 2050, 2056))
 # For kernels made for few tokens.
-FEW = Sizes(((13, 392), (5, 77), (1, 8)), (64 * 2 * 37, 16, 4104))
+FEW = Sizes(((13, 392), (101, 77), (1, 8)), (64 * 2 * 37, 16, 4104))
 
 _DIGITS = (0.0, 1.0, 2.0, 4.0)  # both e2m1 and int4 have them
 

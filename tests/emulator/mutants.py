@@ -71,6 +71,11 @@ DOWN_AHEAD = Case(
 )  # fmt: skip
 DOWN_AHEAD_SHORT = dataclasses.replace(DOWN_AHEAD, k=72, rank=16)
 DOWN_AHEAD_PAIR = dataclasses.replace(DOWN_AHEAD, m=61, k=2080, tile_m=64, cluster=2)
+# 128 tokens: a warpgroup has all of K, and results go straight from registers; two CTAs that meet.
+ALONE = Case("mxfp4", 97, 144, 544, 96, kernel="sm90_decode", tile_m=128, tile_n=72, clusters=1)
+ALONE_EXACT = dataclasses.replace(ALONE, exact=True)
+ALONE_PAIR = dataclasses.replace(ALONE, n=73, m=128, rank=32, cluster=2)
+ALONE_AHEAD = dataclasses.replace(ALONE, n=72, k=288, rank=32, fused=True, down_ahead=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,7 @@ _QUANT = {"sources": ("sm90_quantize_v2_Mxfp4.cu",)}
 _DOWN = {"sources": ("sm90_down_v2.cu",)}
 _FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
 _MANY = {"sources": ("sm90_decode_Mxfp4_32.cu",)}
+_128 = {"sources": ("sm90_decode_Mxfp4_128.cu",)}
 _FEW_QUANT = {"sources": ("sm90_decode_quantize_Mxfp4.cu",)}
 _TWO_STAGES = {"attrs": {"down_stages": lambda v: 2}, **_MANY}
 
@@ -361,15 +367,15 @@ MUTANTS = (
        (DECODE, "D::kBoxes * tile_n * kBoxBytes + D::kGroups * D::kRecords * kTokens * kBoxBytes;",
         "D::kBoxes * tile_n * kBoxBytes;"), **_FEW),
     _m("decode: sums over a ring that is still read", "protocol", FEW, "RaceError",
-       (DECODE, "    named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n    store_partial",
-        "    store_partial"), **_FEW),
+       (DECODE, "      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);\n      store_partial",
+        "      store_partial"), **_FEW),
     _m("decode: sums before all are there", "protocol", FEW,
        "RaceError UninitializedError ProtocolError DeadlockError",
-       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads + 32 * kAddWarps);\n"
+       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);\n"
         "    if (args.splits", "    if (args.splits"), **_FEW),
     _m("decode: scales of others before they are there", "protocol", FEW,
        "RaceError UninitializedError",
-       (DECODE, "      wait_copies();\n      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n",
+       (DECODE, "      wait_copies();\n      named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);\n",
         "      wait_copies();\n"), **_FEW),
     _m("decode: scales before they have come", "protocol", dataclasses.replace(FEW, k=2176),
        "UninitializedError RaceError", (DECODE, "      wait_copies();\n", ""), **_FEW),
@@ -381,7 +387,7 @@ MUTANTS = (
        dataclasses.replace(FEW, k=8192), "DeadlockError ProtocolError",
        (DECODE, "box < boxes; ++box) {\n      tma", "box + 1 < boxes; ++box) {\n      tma"), **_FEW),
     _m("decode: rows before all are prepared", "protocol", FEW, "RaceError UninitializedError",
-       (DECODE, "  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads);\n}\n\n// A lane's bytes",
+       (DECODE, "  named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);\n}\n\n// A lane's bytes",
         "}\n\n// A lane's bytes"), **_FEW),
     _m("decode: stage released under its MMAs", "protocol", dataclasses.replace(FEW, stages=2),
        "RaceError ProtocolError",
@@ -422,10 +428,10 @@ MUTANTS = (
        (DECODE, "store_cluster_async<D::kChunk>(smem + args.off_addend + other,",
         "store_cluster_async<D::kChunk>(smem + args.off_addend + place,"), **_MANY),
     _m("decode: sums to a peer that may not run", "protocol", FEW_PAIR, "RaceError ProtocolError",
-       (DECODE, "    if (args.splits > 1) cluster_wait();\n    finish<", "    finish<"), **_FEW),
+       (DECODE, "    if (args.splits > 1) cluster_wait();\n    if constexpr", "    if constexpr"), **_FEW),
     _m("decode: the peer is let on before the barrier of its sums is there", "protocol", FEW_PAIR,
        "RaceError ProtocolError",
-       (DECODE, "if (args.splits > 1 && warp != kLoadWarp) cluster_arrive_relaxed();",
+       (DECODE, "if (args.splits > 1 && warp != kLoadWarp<kTokens>) cluster_arrive_relaxed();",
         "if (args.splits > 1) cluster_arrive_relaxed();"),
        (DECODE, "    if (args.splits > 1) cluster_arrive_relaxed();\n", ""), **_FEW),
     _m("decode: barriers without a fence", "protocol", FEW_PAIR, "RaceError ProtocolError",
@@ -464,8 +470,8 @@ MUTANTS = (
        (DECODE, "        watched_wait(args, RingName::kDecodeSeen, seen_barrier(args, smem), 0);\n", ""),
        **_MANY),
     _m("decode: one warp's look at the scales is not waited for", "protocol", TURN, "RaceError ProtocolError",
-       (DECODE, "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps);",
-        "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps - 1);"), **_MANY),
+       (DECODE, "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);",
+        "mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens> - 1);"), **_MANY),
     _m("decode: early weights over the last stage's scales", "protocol",
        dataclasses.replace(TURN, stages=2), "RaceError ProtocolError DeadlockError",
        (DECODE, "min(min(most, args.stages - in_last_stage(args)), share.steps);",
@@ -490,6 +496,58 @@ MUTANTS = (
        (DECODE, "constexpr int kNext = D::kHalves == 2 ? 1 : 8;", "constexpr int kNext = 8;"), **_FEW),
     _m("decode: low-rank product over the tokens' scales", "account", FEW, "RaceError cells",
        attrs={"off_lora_act": lambda v: v - 256}, **_FEW),
+    # ---- 128 tokens ----
+    _m("decode: the peer gets the half that this CTA finishes", "arithmetic", ALONE_PAIR,
+       "cells RaceError",
+       (DECODE, "if (unit * 8 >= args.m || finishes<kTokens>(args, share, unit * 8)) continue;",
+        "if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;"), **_128),
+    _m("decode: the peer's sums of another unit", "layout", ALONE_PAIR, "cells",
+       (DECODE, "load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane), peer);",
+        "load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit ^ 1, lane), peer);"), **_128),
+    _m("decode: the peer's sums over lora_act", "layout", ALONE_PAIR, "RaceError cells",
+       (DECODE, "(peer ? D::kRows * kTokens / 2 * 4 : 0);", "0;\n  static_cast<void>(peer);"), **_128),
+    _m("decode: the peer's sums from registers before they are there", "protocol", ALONE_PAIR,
+       "RaceError UninitializedError",
+       (DECODE, "    if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);\n"
+        "    const int n = share.n0 + row;", "    const int n = share.n0 + row;"), **_128),
+    _m("decode: staged lora_act before it is there", "protocol", ALONE,
+       "RaceError UninitializedError ProtocolError",
+       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);\n"
+        "    if (args.splits > 1) cluster_wait();", "    if (args.splits > 1) cluster_wait();"), **_128),
+    _m("decode: staged lora_act by ranks, then tokens", "layout", ALONE_EXACT, "cells",
+       (DECODE, "load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);",
+        "load_lora_act(args, piece % kTokens, piece / kTokens * 8);"), **_128),
+    _m("decode: staged lora_act of every lane's neighbour", "layout", ALONE_EXACT, "cells",
+       (DECODE, "lora_act_place<D, kTokens>(args, smem) + (unit * 32 + lane) * 16)",
+        "lora_act_place<D, kTokens>(args, smem) + (unit * 32 + (lane ^ 1)) * 16)"), **_128),
+    _m("decode: one word of lora_act is waited for before it is staged", "protocol", ALONE_AHEAD, "cells",
+       (DECODE, "    watched_look(args, RingName::kDecodeLoraAct, look);", "    look();"), **_128),
+    _m("decode: ranks past 32 before the launch before has ended", "protocol", ALONE, "ProtocolError",
+       (DECODE, "    if (args.rank > kActRanks) grid_dependency_wait();\n", ""), **_128),
+    _m("decode: the first 32 ranks of lora_up for all", "arithmetic", ALONE_EXACT, "cells",
+       (DECODE, "      if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);\n", ""),
+       **_128),
+    _m("decode: scales of tokens past the add warps' threads", "arithmetic", ALONE, "UninitializedError cells",
+       (DECODE, "constexpr int kScales = (kTokens + kAddThreads - 1) / kAddThreads;",
+        "constexpr int kScales = 1;"), **_128),
+    _m("decode: one bias for both rows from registers", "arithmetic", ALONE_EXACT, "cells",
+       (DECODE, "        bias[h] = inputs[h].bias;", "        bias[h] = inputs[0].bias;"), **_128),
+    _m("decode: rows past the tile from registers", "cells", ALONE_EXACT, "RaceError cells",
+       (DECODE, "const bool inside = row < args.tile_n && n < args.n;", "const bool inside = n < args.n;"), **_128),
+    _m("decode: second record of a stage begins anew", "arithmetic", ALONE_EXACT, "cells",
+       (DECODE, "s > 0 || r > 0 || step > 0);", "s > 0 || step > 0);"), **_128),
+    _m("decode: both records of a stage from one set of fragments", "arithmetic", ALONE_EXACT,
+       "cells ProtocolError",
+       (DECODE, "turn(step, r, a[r % 2], a[(r + 1) % 2]);", "turn(step, r, a[0], a[1]);"), **_128),
+    _m("decode: staged lora_act in the ring", "account", ALONE, "RaceError cells",
+       attrs={"off_lora_act": lambda v: 0}, **_128),
+    _m("decode: rows of x past M to the 72nd only", "protocol", ALONE_AHEAD, "UninitializedError",
+       (AHEAD, "const int missing = (kTokens - args.m) * 128 / 16;",
+        "const int missing = (72 - args.m) * 128 / 16;"), **_128),
+    _m("decode: rows of x past M in slots of 72 rows", "layout", ALONE_AHEAD,
+       "RaceError UninitializedError cells",
+       (AHEAD, "slot * (kDownXBytes<kTokens> + kDownRankBytes) + args.m * 128;",
+        "slot * (kDownXBytes<72> + kDownRankBytes) + args.m * 128;"), **_128),
     # ---- the launch before it ----
     _m("decode: shares of LoRA-down eight bytes short", "protocol", FEW_FUSED,
        "RaceError UninitializedError ProtocolError DeadlockError",
@@ -525,20 +583,20 @@ MUTANTS = (
         "return (i & (shares - 1)) == share && i < shares - 1;"), **_FEW_QUANT),
     # ---- LoRA-down in the gemm's launch ----
     _m("decode: lora_act is not waited for", "protocol", DOWN_AHEAD, "cells",
-       (DECODE, "    watched_look(args, RingName::kDecodeLoraAct,\n"
-        "                 [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });\n", ""),
+       (DECODE, "  watched_look(args, RingName::kDecodeLoraAct,\n"
+        "               [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });\n", ""),
        (DECODE, "        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });",
         "        look(first);"), **_MANY),
     _m("decode: one word of lora_act is waited for", "protocol", DOWN_AHEAD, "cells",
        (DECODE, "        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });",
         "        look(first);"), **_MANY),
     _m("decode: a look for lane 0 only", "protocol", DOWN_AHEAD, "cells",
-       (DECODE, "return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));",
-        "return static_cast<bool>(__shfl_sync(0xFFFFFFFFu, there, 0));"), **_MANY),
+       (DECODE, "return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));\n  };\n  if (down_is_ahead<kTokens>(args)) {\n#pragma",
+        "return static_cast<bool>(__shfl_sync(0xFFFFFFFFu, there, 0));\n  };\n  if (down_is_ahead<kTokens>(args)) {\n#pragma"), **_MANY),
     _m("decode: three of four words are looked at", "protocol", DOWN_AHEAD, "cells",
        (AHEAD, "v.z != kNotYet && v.w != kNotYet", "v.z != kNotYet"), **_MANY),
     _m("decode: lora_act before the launch before has ended", "protocol", DOWN_AHEAD, "ProtocolError",
-       (DECODE, "    grid_dependency_wait();\n    static_assert", "    static_assert"), **_MANY),
+       (DECODE, "    grid_dependency_wait();\n    constexpr int kAddThreads", "    constexpr int kAddThreads"), **_MANY),
     _m("decode: tokens of the second CTA are not loaded", "protocol", DOWN_AHEAD_PAIR, "cells",
        (DECODE, "if (first % kHeld == 0 && (used || kHeld > kPart)) {",
         "if (first % kHeld == 0 && used) {"), sources=("sm90_decode_Mxfp4_64.cu",)),

@@ -185,6 +185,7 @@ def decode_cases():
     yield from token_cases(len(paths) * 10)
     yield from scale_cases(len(paths) * 10 + 100)
     yield from ahead_cases(len(paths) * 10 + 200)
+    yield from many_cases(len(paths) * 10 + 300)
 
 
 def decode_paths():
@@ -247,6 +248,8 @@ def scale_cases(seed):
         (rounded, 17, 81, 4352, 32, 80, 1, 3),
         (mxfp4, 17, 9, 8224, 32, 8, 1, 2),
         (nvfp4, 17, 11, 8256, 32, 8, 2, 2),
+        (mxfp4, 65, 9, 8704, 128, 8, 1, 4),
+        (rounded, 66, 73, 4352, 128, 72, 1, 2),
         # Those of the second CTA begin inside 16 bytes.
         (mxfp4, 3, 131, 512, 8, 128, 2, 2),
         (prepared, 33, 131, 1536, 64, 128, 2, 2),
@@ -290,10 +293,75 @@ def ahead_cases(seed):
         )
 
 
+# Rows of a CTA of 128 tokens and N: two warpgroups along K, and one that has all of it.
+MANY_DIVISIONS = (((8, 13), (40, 77), (64, 67)), ((72, 73), (104, 110), (128, 131)))
+
+
+def many_case(i, case, rows, cluster, rank, ahead):
+    """65 to 128 tokens; M, K, ring depth and options in turn."""
+    tile_n, n = rows
+    return dataclasses.replace(
+        case,
+        m=(65, 89, 128, 66, 97, 120, 127)[i % 7],
+        n=n,
+        # Two CTAs have a stage of 256 each, or more; odd and even numbers of them.
+        k=((40, 544, 1056, 768), (288, 776, 1280, 1304))[cluster - 1][i // 2 % 4],
+        rank=rank,
+        kernel="sm90_decode",
+        tile_m=128,
+        tile_n=tile_n,
+        cluster=cluster,
+        stages=2 if i % 3 == 0 else None,
+        fused=ahead > 0 or i % 4 == 1,
+        down_ahead=ahead,
+        affine=i % 5 != 0,
+        global_scale=i % 3 == 0,
+        act_unsigned=case.format == "int4" and i % 2 == 1,
+        far=case.format == "mxfp4" and i % 4 == 3,
+        exact=ahead == 0 and i % 4 == 2 and case.precision != "fastest",
+        seed=i,
+    )
+
+
+def many_cases(seed):
+    """128 tokens: paths x divisions of the work x one CTA and two, ranks and LoRA-down in turn."""
+    grid = itertools.product(decode_paths(), MANY_DIVISIONS, (1, 2))
+    for i, (case, divisions, cluster) in enumerate(grid):
+        rank, ahead = ((32, 4), (48, 0), (16, 4), (0, 0), (96, 0))[(i + i // 4 * 2) % 5]
+        case = many_case(i, case, divisions[(i + i // 4) % 3], cluster, rank, ahead)
+        yield dataclasses.replace(case, seed=seed + i)
+
+
+def more_many_cases():
+    """The same with every number of rows and rank."""
+    ranks = ((0, 0), (16, 0), (16, 4), (32, 0), (32, 4), (48, 0), (96, 0))
+    rows = itertools.chain(*MANY_DIVISIONS)
+    grid = itertools.product(decode_paths(), rows, (1, 2), ranks)
+    for i, (case, division, cluster, (rank, ahead)) in enumerate(grid):
+        yield many_case(i + i // 42, case, division, cluster, rank, ahead)
+
+
 class Decode(parameterized.TestCase):
     @parameterized.named_parameters(named(decode_cases()))
     def test_cells(self, case):
         run(case, POLICIES[case.seed % 4], case.seed)
+
+    def test_many_cases(self):
+        """With 128 tokens every path, both shapes of a CTA and clusters of both widths; every
+        number of ranks that shared memory holds, and more, of one CTA and of two."""
+        found = list(many_cases(0))
+        for what in (
+            lambda c: (c.path.name, plan.budget.decode_shape(128, c.tile_n), c.cluster),
+            lambda c: (c.rank, c.cluster),
+            lambda c: (c.down_ahead, plan.budget.decode_shape(128, c.tile_n), c.cluster),
+            # Half the rows of a warp whose lanes exchange block scales, or all.
+            lambda c: (c.tile_n % 16, plan.budget.decode_shape(128, c.tile_n)),
+        ):
+            seen = {what(case) for case in found}
+            parts = [set(values) for values in zip(*seen, strict=True)]
+            self.assertLen(seen, int(np.prod([len(part) for part in parts])))
+        self.assertEqual({case.rank for case in found}, {0, 16, 32, 48, 96})
+        self.assertTrue(all(64 < case.m <= 128 for case in found))
 
     def test_scales_come_in_turn(self):
         """Of some cases by the plan, of every path that has block scales, and of others not."""
@@ -353,6 +421,15 @@ class Decode(parameterized.TestCase):
         np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.slow
+class ManyTokens(parameterized.TestCase):
+    """128 tokens, every division of a CTA's rows and every rank."""
+
+    @parameterized.named_parameters(named(more_many_cases()))
+    def test_cells(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+
 class DownAhead(parameterized.TestCase):
     """LoRA-down by CTAs of sm90_decode's launch."""
 
@@ -393,11 +470,11 @@ class DownAhead(parameterized.TestCase):
 
     @parameterized.parameters(
         dict(cluster=1), dict(cluster=2), dict(cluster=2, tile_m=64, m=61, rank=16),
-        dict(cluster=1, tile_n=8, n=61),
+        dict(cluster=1, tile_n=8, n=61), dict(cluster=2, tile_m=128, m=65, tile_n=72, k=544),
     )  # fmt: skip
     def test_every_schedule_gives_the_same_bits(self, **changes):
         """Whatever each of the waits finds at first, and whoever comes late."""
-        case = dataclasses.replace(self.CASE, k=2080, **changes)
+        case = dataclasses.replace(self.CASE, **{"k": 2080} | changes)
         operands = product.make_operands(case)
         found = set()
         for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
