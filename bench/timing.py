@@ -16,6 +16,7 @@ import jax_w4a4
 from jax_w4a4 import _ffi
 from jax_w4a4._timing import (
     Chain,
+    burst_seconds,
     copies_past_cache,
     jax_chain,
     jax_turns,
@@ -89,14 +90,13 @@ def host_seconds(chain: Chain, *, samples: int = 5) -> float:
 
 
 def cool_seconds_per_call(
-    chain: Chain, *, rounds: int = 7, pause: float = 0.3, burst: float = 3e-3
+    chain: Chain, *, rounds: int = 7, pause: float = 0.2, burst: float = 3e-3
 ) -> float:
     """Median seconds of one call on a GPU that idled for `pause` seconds before some ms of work.
 
     Kernels that are near a chip's power limit slow its clock down after that (an H200: 1980 to 1530
     MHz, docs/notes.md), so `seconds_per_call` is what they take hour after hour, and this is what
-    they take between other work. Each sample is the difference of two bursts, of one and of three
-    parts, so that what starts and ends a burst cancels out.
+    they take between other work. A sample is the difference of two bursts, of one and of three parts.
     """
     chain.wait(chain.enqueue())
     start = time.perf_counter()
@@ -105,11 +105,7 @@ def cool_seconds_per_call(
 
     def seconds(repeats: int) -> float:
         time.sleep(pause)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            out = chain.enqueue()
-        chain.wait(out)
-        return time.perf_counter() - start
+        return burst_seconds(chain, repeats)
 
     samples = [seconds(3 * part) - seconds(part) for _ in range(rounds)]
     return statistics.median(samples) / (2 * part * chain.calls)
