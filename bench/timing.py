@@ -96,7 +96,7 @@ def cool_seconds_per_call(
 
     Kernels that are near a chip's power limit slow its clock down after that (an H200: 1980 to 1530
     MHz, docs/notes.md), so `seconds_per_call` is what they take hour after hour, and this is what
-    they take between other work. A sample is the difference of two bursts, of one and of three parts.
+    they take between other work. A sample is the difference of two bursts, of one and three parts.
     """
     chain.wait(chain.enqueue())
     start = time.perf_counter()
