@@ -14,6 +14,9 @@ into a CUDA graph while the clock ran: none where the graph was replayed. `--ker
 JSON what a layer spends in each kernel, one after the other and outside the graph; the stack's own
 kernel, which reads the results, is among them.
 
+Large layers of many rows run into the chip's power limit. `--cool` adds what they take at the clock
+of a GPU that idled before ("cool_us"), as between the other parts of a model.
+
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
 
 In such a stack the results of all layers stay until a small kernel has read an element of each.
@@ -159,7 +162,7 @@ def describe(layer: cases.Layer, shape: Shape) -> str:
     return f"{found.kernel} {found.tile_m}x{found.tile_n} cluster {found.cluster}" if found else ""
 
 
-def measure(chain: timing.Chain, rounds: int, kernels: bool) -> dict:
+def measure(chain: timing.Chain, rounds: int, kernels: bool, cool: bool = False) -> dict:
     """Times of a chain, and whose they are: the GPU's or the host's."""
     host = timing.host_seconds(chain)
     before = _ffi.counters() if _ffi.has_cuda() else {}
@@ -173,6 +176,8 @@ def measure(chain: timing.Chain, rounds: int, kernels: bool) -> dict:
         "handler_calls": after.get("calls", 0) - before.get("calls", 0),
         "captures": after.get("captured", 0) - before.get("captured", 0),
     }
+    if cool:
+        row["cool_us"] = timing.cool_seconds_per_call(chain, rounds=rounds) * 1e6
     if kernels:
         with timing.without_dependent_launch():
             found = timing.kernel_seconds(chain)
@@ -188,6 +193,7 @@ def time_one(
     rounds: int,
     kernels: bool,
     chained: bool = False,
+    cool: bool = False,
 ) -> dict:
     layers = layers_of(shape)
     row = {"m": shape.m, "k": shape.k, "n": shape.n, "rank": shape.rank, "route": name}
@@ -198,7 +204,7 @@ def time_one(
         row |= {"layers": layers, "chained": True}
         row["shape"] = "+".join(f"{each.k}x{each.n}" for each in shapes)
     try:
-        row |= measure(build(shape, layers, turns), rounds, kernels)
+        row |= measure(build(shape, layers, turns), rounds, kernels, cool)
     except Exception as error:  # a peer that cannot run a shape is a result, not the end
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     packed = shape.n * shape.k * 17 / 32  # e2m1 and a byte of scale per 32
@@ -211,6 +217,8 @@ def line(row: dict) -> str:
     if "error" in row:
         return f"{head} {row['error'][:90]}"
     text = f"{head} {row['us']:8.2f} us {row['packed_tb_per_s']:6.2f} TB/s"
+    if "cool_us" in row:
+        text += f" cool {row['cool_us']:.2f}"
     if "speedup_vs_xla_bf16" in row:
         text += f" {row['speedup_vs_xla_bf16']:6.2f}x"
     text += f"  host {row['host_us'] / row['dispatch_us']:4.0%}"
@@ -233,6 +241,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, help="how often a dispatch goes through the layers")
     parser.add_argument(
         "--kernels", action="store_true", help="trace each row for the time inside its kernels"
+    )
+    parser.add_argument(
+        "--cool", action="store_true", help="also each row on a GPU that idled before some ms of it"
     )
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(argv)
@@ -259,7 +270,8 @@ def main(argv: list[str] | None = None) -> int:
             shape, base = Shape(m, k, n, RANK), None
             turns = args.turns or timing.turns_of(m, k, n)
             for name, build in todo:
-                row = time_one(name, build, shape, turns, args.rounds, args.kernels, args.chain)
+                how = args.rounds, args.kernels, args.chain, args.cool
+                row = time_one(name, build, shape, turns, *how)
                 if "error" not in row:
                     base = row["us"] if name == cases.BASE else base
                     if base:

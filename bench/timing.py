@@ -25,6 +25,7 @@ from jax_w4a4._timing import (
 
 __all__ = [
     "Chain",
+    "cool_seconds_per_call",
     "copies_past_cache",
     "host_seconds",
     "jax_chain",
@@ -85,6 +86,33 @@ def host_seconds(chain: Chain, *, samples: int = 5) -> float:
         spent.append(time.perf_counter() - start)
         chain.wait(out)
     return statistics.median(spent)
+
+
+def cool_seconds_per_call(
+    chain: Chain, *, rounds: int = 7, pause: float = 0.3, burst: float = 3e-3
+) -> float:
+    """Median seconds of one call on a GPU that idled for `pause` seconds before some ms of work.
+
+    Kernels that are near a chip's power limit slow its clock down after that (an H200: 1980 to 1530
+    MHz, docs/notes.md), so `seconds_per_call` is what they take hour after hour, and this is what
+    they take between other work. Each sample is the difference of two bursts, of one and of three
+    parts, so that what starts and ends a burst cancels out.
+    """
+    chain.wait(chain.enqueue())
+    start = time.perf_counter()
+    chain.wait(chain.enqueue())
+    part = max(1, round(burst / max(time.perf_counter() - start, 1e-6)))
+
+    def seconds(repeats: int) -> float:
+        time.sleep(pause)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            out = chain.enqueue()
+        chain.wait(out)
+        return time.perf_counter() - start
+
+    samples = [seconds(3 * part) - seconds(part) for _ in range(rounds)]
+    return statistics.median(samples) / (2 * part * chain.calls)
 
 
 @contextlib.contextmanager

@@ -22,16 +22,18 @@ constexpr int kDecodeBoxK = 256;
 
 // How the compute warpgroups of a CTA share its weight rows and K, by the number
 // of rows: four warpgroups, or two whose registers hold the sums of 128 tokens.
+// With 32 rows and more than 16 tokens a stage is half as long in K: 80 KB left
+// room for two.
 struct DecodeShape {
   int rows;      // most weight rows of a CTA
   int k_groups;  // warpgroups along K
   int boxes;     // boxes of weights in a stage, one behind the other along K
 };
-constexpr DecodeShape kDecodeShapes[] = {{32, 4, 4}, {64, 4, 2}, {128, 2, 1}};
-constexpr DecodeShape kDecodeManyShapes[] = {{64, 2, 1}, {128, 1, 1}};
 constexpr DecodeShape DecodeShapeOf(int64_t tile_m, int64_t tile_n) {
-  if (tile_m > 64) return kDecodeManyShapes[tile_n <= 64 ? 0 : 1];
-  return kDecodeShapes[tile_n <= 32 ? 0 : tile_n <= 64 ? 1 : 2];
+  if (tile_m > 64) return tile_n <= 64 ? DecodeShape{64, 2, 1} : DecodeShape{128, 1, 1};
+  return tile_n <= 32   ? DecodeShape{32, 4, tile_m > 16 ? 2 : 4}
+         : tile_n <= 64 ? DecodeShape{64, 4, 2}
+                        : DecodeShape{128, 2, 1};
 }
 constexpr int DecodeTileK(int64_t tile_m, int64_t tile_n) {
   return kDecodeBoxK * DecodeShapeOf(tile_m, tile_n).boxes;

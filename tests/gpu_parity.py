@@ -344,6 +344,8 @@ def decode_cells_of(path: str) -> Iterator[Cell]:
             found = dataclasses.replace(cell, tile_n=tile_n, cluster=cluster)
             if fits(found):
                 break
+        else:  # three stages of no tile
+            found = dataclasses.replace(cell, main_stages=2)
         yield found
 
 

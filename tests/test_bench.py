@@ -79,6 +79,19 @@ class BenchTest(parameterized.TestCase):
         self.assertGreater(timing.seconds_per_call(chain, rounds=1, min_seconds=0.001), 0)
         self.assertGreater(len(done), 4)
 
+    def test_a_cool_chain_is_timed_without_what_starts_and_ends_it(self):
+        """A clock that each burst moves by 5 s and each enqueue by 2: half a second a call."""
+        clock = [0.0]
+
+        def spend(seconds):
+            clock[0] += seconds
+
+        chain = timing.Chain(lambda: spend(2), lambda _: spend(5), 4)
+        fake = mock.Mock(perf_counter=lambda: clock[0], sleep=spend)
+        with mock.patch.object(timing, "time", fake):
+            got = timing.cool_seconds_per_call(chain, rounds=3, pause=1, burst=14)
+        self.assertEqual(got, 0.5)
+
 
 NVFP4 = next(layer for layer in cases.LAYERS if layer.name == "nvfp4")
 

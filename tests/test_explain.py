@@ -107,7 +107,7 @@ class ShapeTest(parameterized.TestCase):
         self.assertEqual(moved["activations"] + moved["activation scales"], activation)
 
     @parameterized.parameters(
-        (64, "gemm and LoRA-down (4 CTAs ahead, 10 stages of 64 k, 174240 B shared memory) in"),
+        (64, "gemm and LoRA-down (4 CTAs ahead, 12 stages of 64 k, 209088 B shared memory) in"),
         (16, "threads) and LoRA-down (16 rows and 16 ranks per 8 CTAs) in one launch\n"),
     )
     def test_where_low_rank_down_runs(self, m, where):

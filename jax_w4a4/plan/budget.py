@@ -645,10 +645,13 @@ def _sm100_tmem(problem: Problem, target: Target, config: Config) -> tuple[int, 
     return stages, columns, scales
 
 
-# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage;
-# with more than 64 tokens two warpgroups instead of four, whose registers hold the sums.
-_DECODE_SHAPES = ((32, 4, 4), (64, 4, 2), (128, 2, 1))
-_DECODE_MANY_SHAPES = ((64, 2, 1), (128, 1, 1))
+# Of the decode kernel: most weight rows of a CTA, warpgroups along K, boxes of 256 K in a stage; up
+# to so many tokens. With 128 there are two warpgroups, not four, whose registers hold the sums.
+_DECODE_SHAPES = {
+    16: ((32, 4, 4), (64, 4, 2), (128, 2, 1)),
+    64: ((32, 4, 2), (64, 4, 2), (128, 2, 1)),
+    128: ((64, 2, 1), (128, 1, 1)),
+}
 DECODE_TOKENS = (8, 16, 32, 64, 128)
 DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
 _DECODE_SCALE_BOX = 128  # block scales of a row that the copy engine fetches at once
@@ -658,7 +661,7 @@ _DECODE_IN_FLIGHT = 98304
 
 def decode_shape(tile_m: int, tile_n: int) -> tuple[int, int, int]:
     """Most weight rows, warpgroups along K and boxes of 256 K per stage of a decode CTA."""
-    shapes = _DECODE_SHAPES if tile_m <= 64 else _DECODE_MANY_SHAPES
+    shapes = next(each for most, each in _DECODE_SHAPES.items() if tile_m <= most)
     return next(shape for shape in shapes if tile_n <= shape[0])
 
 

@@ -114,9 +114,12 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# Seconds of a stage with 128 tokens, by the most rows of a CTA (docs/notes.md, "A tile of 128
-# tokens").
-_DECODE_MANY_STEP_S = {64: 0.44e-6, 128: 0.85e-6}
+# Seconds of a stage with 128 tokens, by bytes of an activation and the most rows of a CTA
+# (docs/notes.md, "A tile of 128 tokens").
+_DECODE_MANY_STEP_S = {
+    1: {64: 0.44e-6, 128: 0.85e-6},
+    2: {64: 1.2e-6, 128: 1.65e-6},
+}
 # From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a
 # CTA.
 _LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
@@ -1121,10 +1124,14 @@ def _decode_step_seconds(problem: Problem, config: Config) -> float:
     """A stage: the work of the warpgroups, or its share of the time that fills a slot again."""
     rows = budget.decode_shape(config.tile_m, config.tile_n)[0]
     if config.tile_m > 64:
-        seconds = _DECODE_MANY_STEP_S[rows]
+        path = budget.v2_path(problem)
+        assert path is not None, problem
+        seconds = _DECODE_MANY_STEP_S[path.act_bytes][rows]
     else:
         step, token = _DECODE_STEP_S[rows]
         seconds = step + config.tile_m * token
+        if rows == 32:  # fitted where a stage was 1024 long
+            seconds *= config.tile_k / 1024
     return max(seconds, _DECODE_REFILL_S / max(config.main_stages, 1))
 
 
