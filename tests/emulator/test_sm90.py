@@ -205,8 +205,6 @@ def token_cases(seed):
     grid = itertools.product(decode_paths(), (16, 32, 64), divisions)
     for i, (case, tile_m, rows) in enumerate(grid):
         tile_n, n = rows[(i // 3 + i // 9) % 3]
-        if case.path.name == "Nvfp4" and tile_m == 64 and tile_n <= 32:
-            continue  # no two stages fit
         yield dataclasses.replace(
             case,
             m=tokens[tile_m][(i + i // 3) % 3],
@@ -269,8 +267,6 @@ def ahead_cases(seed):
     tokens = {32: (17, 21, 32), 64: (33, 61, 64)}
     grid = itertools.product(decode_paths(), (32, 64), divisions)
     for i, (case, tile_m, (tile_n, n)) in enumerate(grid):
-        if case.path.name == "Nvfp4" and tile_m == 64 and tile_n <= 32:
-            tile_n = 40  # no two stages of less fit
         cluster = 1 + (i + i // 6) % 2
         yield dataclasses.replace(
             case,
