@@ -55,8 +55,9 @@ MANY_PAIR = Case(
     stages=2,
 )
 MANY_EXACT = dataclasses.replace(MANY_PAIR, exact=True)
+# As many stages in the ring as a box covers.
 TURN = Case(
-    "mxfp4", 17, 8, 8704, 0, kernel="sm90_decode", tile_m=32, tile_n=8, clusters=1, stages=4
+    "mxfp4", 17, 8, 8704, 0, kernel="sm90_decode", tile_m=32, tile_n=8, clusters=1, stages=8
 )
 TURN_EXACT = dataclasses.replace(TURN, exact=True)
 # A second round, and a unit of K that is not whole.

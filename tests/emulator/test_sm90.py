@@ -233,12 +233,12 @@ def scale_cases(seed):
     prepared, nvfp4 = Case("mxfp4", sign_order="sorted"), Case("nvfp4")
     # Path, M, N, K, tile_m, tile_n, CTAs, stages: as many as a box covers, or fewer.
     for i, (case, *shape) in enumerate((
-        (mxfp4, 17, 9, 8704, 32, 8, 1, 4),
+        (mxfp4, 17, 9, 8704, 32, 8, 1, 8),
         (prepared, 20, 21, 17408, 32, 24, 2, 3),
         (prepared, 33, 41, 8704, 64, 40, 1, 4),
         (mxfp4, 64, 44, 17408, 64, 48, 2, 3),
         (mxfp4, 18, 75, 8704, 32, 72, 1, 5),
-        (nvfp4, 19, 9, 8448, 32, 8, 1, 2),
+        (nvfp4, 19, 9, 8448, 32, 8, 1, 4),
         (nvfp4, 50, 45, 8448, 64, 40, 2, 2),
         (nvfp4, 23, 41, 4864, 32, 40, 1, 4),
         (rounded, 40, 17, 10496, 64, 16, 1, 2),
