@@ -503,7 +503,7 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
         const bool flushes = typename Path::RowFold(v.base).flushes(found.least);
         v.base = (v.base & 0xFFFF) | flushes << 16;
       }
-      if (thread % kLanes == 0 && own < args.tile_n) write(row, v);
+      if (thread % kLanes == 0 && (kLanes >= 4 || own < args.tile_n)) write(row, v);
     }
     if (in_last_stage(args)) {
       __syncwarp();

@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(
 
 pytestmark = pytest.mark.matrix
 
-INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ +)?(\S+)(.*?);")
+INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ +)?(\S+)(.*?);")
 BRANCH = re.compile(r"\b0x([0-9a-f]+)")
 MMA = re.compile(r"([HQI]GMMA)\.64x(\d+)x(\d+)\.(\S+)")
 GEMM = re.compile(r"gemm_v2_kernelINS0_\d+([A-Za-z0-9]+?)(?:ILi(\d+)EE)?ELi(\d+)ELi(\d+)EE")
@@ -42,7 +42,8 @@ OPCODES = {
 
 
 def read_kernels():
-    """{(architecture, mangled name): [(address, opcode, rest)]} of what is in the extension."""
+    """{(architecture, mangled name): [(address, opcode, rest)]} of what is in the extension; a
+    predicate is the end of the rest."""
     dump = subprocess.Popen(
         [CUOBJDUMP, "--dump-sass", _ffi._extension.__file__], stdout=subprocess.PIPE, text=True
     )
@@ -53,7 +54,7 @@ def read_kernels():
         elif "Function :" in line:
             code = kernels.setdefault((arch, line.split(":")[1].strip()), [])
         elif match := INSTRUCTION.match(line):
-            code.append((int(match[1], 16), match[2], match[3]))
+            code.append((int(match[1], 16), match[3], match[4] + (match[2] or "")))
     assert dump.wait() == 0
     return kernels
 
@@ -89,6 +90,16 @@ def inner_loops(code):
 
 def mmas(code):
     return [m for _, op, _ in code if (m := MMA.match(op))]
+
+
+def roles(code):
+    """The opcodes in pieces that end where a thread is through, whatever it is."""
+    found = [[]]
+    for _, opcode, rest in code:
+        found[-1].append(opcode)
+        if opcode == "EXIT" and "@" not in rest:
+            found.append([])
+    return found
 
 
 def gemm_name(match):
@@ -139,13 +150,14 @@ class TestDecode:
             (path, tile, rows): 1
             for path in budget.DECODE_PATHS
             for tile in budget.DECODE_TOKENS
-            for rows in (32, 64, 128)
+            for rows in ((32, 64, 128) if tile <= 64 else (64, 128))
         }
         assert dict(seen) == want
 
     def test_main_and_low_rank_loops(self, kernels):
         """A warpgroup's share of a stage of K, all of it in one loop; mxfp4 has a second one for
-        blocks that flush (kMayKnow in sm90_decode.cuh). The low-rank product is on mma.sync."""
+        blocks that flush (kMayKnow in sm90_decode.cuh). The low-rank product is on mma.sync, and
+        LoRA-down, where CTAs of the launch may have it, in a loop over stages of 64 k."""
         for name, code in kernels.items():
             match = DECODE.search(name)
             if match is None:
@@ -153,28 +165,44 @@ class TestDecode:
             path = budget.V2_PATHS[match[1]]
             opcode, types = OPCODES[path.operand]
             k = 16 if opcode == "HGMMA" else 32
-            _, groups, boxes = budget.decode_shape(int(match[3]))
-            main = [(opcode, int(match[2]), k, types)] * (256 * boxes // groups // k)
             tokens, rows = int(match[2]), int(match[3])
+            _, groups, boxes = budget.decode_shape(tokens, rows)
+            main = [(opcode, tokens, k, types)] * (256 * boxes // groups // k)
             loops = 2 if path.operand == "e5m2" and rows > 32 else 1
-            # kWholeRecords: two stages a round. A wait out of line jumps back between them.
+            # kWholeRecords: a round of two records of four MMAs, which are two stages where a stage
+            # has one. A wait out of line jumps back between them.
             whole = tokens > 16 and rows > 32 and path.operand in ("e5m2", "s8")
-            turn = main * 2 if whole else main
+            turn = main * 2 if whole and len(main) == 4 else main
+            ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
+            down = [("HGMMA", max(64, tokens), 16, "F32.BF16")] * (4 * ahead)
             assert turn in inner_loops(code), name
-            assert all(loop in (turn, main) for loop in inner_loops(code)), name
-            assert len(mmas(code)) == loops * len(turn), name
+            assert not ahead or down in inner_loops(code), name
+            assert all(loop in (turn, main, down) for loop in inner_loops(code)), name
+            assert len(mmas(code)) == loops * len(turn) + len(down), name
             assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
 
     def test_results_of_the_launch_before_are_read_after_the_wait(self, kernels):
         """The add role comes first in the code, and so does its wait; its loads are no loads of
-        constants, which ptxas may move. The multiply role reads arguments only and has no wait."""
+        constants, which ptxas may move. The multiply role reads arguments only and has no wait, but
+        where it has all of K: then ranks past 32 of lora_act, by relaxed loads as everywhere."""
         for name, code in kernels.items():
-            if DECODE.search(name):
+            if match := DECODE.search(name):
                 opcodes = [op for _, op, _ in code]
                 wait = opcodes.index("ACQBULK")
                 loads = [i for i, op in enumerate(opcodes) if op.startswith("LDG")]
                 assert loads[0] > wait, name
                 assert "CONSTANT" not in opcodes[loads[0]], name
+                tokens, rows = int(match[2]), int(match[3])
+                readers = 0
+                for role in roles(code):
+                    relaxed = [i for i, op in enumerate(role) if re.match("LDG.*STRONG", op)]
+                    if relaxed:
+                        assert "ACQBULK" in role[: relaxed[0]], name
+                        readers += 1
+                # The add role, CTAs of LoRA-down, and the multiply role.
+                alone = budget.decode_shape(tokens, rows)[1] == 1
+                ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
+                assert readers == 1 + ahead + alone, name
 
 
 @needs_kernels
@@ -272,6 +300,10 @@ class TestLoopReader(parameterized.TestCase):
         (0x50, "BRA", " 0x0"),
         (0x60, "BRA", " 0x70"),
     ]
+
+    def test_roles(self):
+        code = [(0x00, "LDG.E", ""), (0x10, "EXIT", "@P0 "), (0x20, "EXIT", ""), (0x30, "BRA", "")]
+        self.assertEqual(roles(code), [["LDG.E", "EXIT", "EXIT"], ["BRA"]])
 
     def test_inner_loops(self):
         one, two = inner_loops(self.CODE)

@@ -337,7 +337,7 @@ EXACT_FEW = (
 
 
 def exact(session: Session) -> Outcome:
-    """ragged sizes, ranks 0, 32, 128, every kernel and tile, bit for bit"""
+    """ragged sizes, ranks 0 to 128, every kernel and tile, bit for bit"""
     out = Outcome()
     for kind in KINDS:
         smallest = session.smallest(kind, 1) + session.smallest(kind, 2)

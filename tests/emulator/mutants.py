@@ -55,8 +55,9 @@ MANY_PAIR = Case(
     stages=2,
 )
 MANY_EXACT = dataclasses.replace(MANY_PAIR, exact=True)
+# As many stages in the ring as a box covers.
 TURN = Case(
-    "mxfp4", 17, 8, 8704, 0, kernel="sm90_decode", tile_m=32, tile_n=8, clusters=1, stages=4
+    "mxfp4", 17, 8, 8704, 0, kernel="sm90_decode", tile_m=32, tile_n=8, clusters=1, stages=8
 )
 TURN_EXACT = dataclasses.replace(TURN, exact=True)
 # A second round, and a unit of K that is not whole.
@@ -75,6 +76,7 @@ DOWN_AHEAD_PAIR = dataclasses.replace(DOWN_AHEAD, m=61, k=2080, tile_m=64, clust
 ALONE = Case("mxfp4", 97, 144, 544, 96, kernel="sm90_decode", tile_m=128, tile_n=72, clusters=1)
 ALONE_EXACT = dataclasses.replace(ALONE, exact=True)
 ALONE_PAIR = dataclasses.replace(ALONE, n=73, m=128, rank=32, cluster=2)
+ALONE_FUSED = dataclasses.replace(ALONE, m=65, n=72, k=288, fused=True)
 ALONE_AHEAD = dataclasses.replace(ALONE, n=72, k=288, rank=32, fused=True, down_ahead=4)
 
 
@@ -522,7 +524,7 @@ MUTANTS = (
         "lora_act_place<D, kTokens>(args, smem) + (unit * 32 + (lane ^ 1)) * 16)"), **_128),
     _m("decode: one word of lora_act is waited for before it is staged", "protocol", ALONE_AHEAD, "cells",
        (DECODE, "    watched_look(args, RingName::kDecodeLoraAct, look);", "    look();"), **_128),
-    _m("decode: ranks past 32 before the launch before has ended", "protocol", ALONE, "ProtocolError",
+    _m("decode: ranks past 32 before the launch before has ended", "protocol", ALONE_FUSED, "ProtocolError",
        (DECODE, "    if (args.rank > kActRanks) grid_dependency_wait();\n", ""), **_128),
     _m("decode: the first 32 ranks of lora_up for all", "arithmetic", ALONE_EXACT, "cells",
        (DECODE, "      if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);\n", ""),

@@ -111,7 +111,7 @@ LOST = (
            ""),),
          ("sm90_decode_Mxfp4_32.cu",),
          {wait(DECODE, "load", "last stage's scales full", 0, 0): 1,
-          wait(DECODE, "multiply", "main full", 3, 0): 16}),
+          wait(DECODE, "multiply", "main full", 7, 0): 16}),
     lost("decode: sixteen bytes too many of the peer's sums are waited for",
          {wait(DECODE, "multiply", "peer's sums full", 0, 0): 32}),
     Lost("decode: slots of LoRA-down never released", mutants.DOWN_AHEAD,

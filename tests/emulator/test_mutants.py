@@ -28,6 +28,8 @@ FAST = {
     "token maximum before every warp is done",
     "exit while a peer still reads",
     "decode: one word of lora_act is waited for",
+    "decode: ranks past 32 before the launch before has ended",
+    "decode: the peer gets the half that this CTA finishes",
 }
 
 
