@@ -4,13 +4,15 @@
 // shares the rows and divides K.
 //
 // Roles in a CTA of 20 warps, or of 12 with 128 tokens:
-//   load      one thread of the warp behind the multiply warps fetches the block scales and streams weights and activations through
-//             a ring. Scales and the first weights, arguments of the program, are on their way before
-//             the launch before has ended.
 //   multiply  four warpgroups, or two, that divide K (and 65 rows or more) among them. Each
 //             expands its 4-bit weights in registers (sm90_expand.cuh) and adds up Y^T = W X^T; the
-//             sums meet in shared memory and are added in the order of the warpgroups.
-//   add       the last three warps work out the low-rank product meanwhile, on mma.sync, from L2.
+//             sums meet in shared memory and are added in the order of the warpgroups. With 128 tokens
+//             and more than 64 rows each has all of K: sums stay in registers (kAlone).
+//   load      one thread of the warp behind them fetches the block scales and streams weights and
+//             activations through a ring. Scales and the first weights, arguments of the program, are on
+//             their way before the launch before has ended.
+//   add       the last three warps work out the low-rank product meanwhile, on mma.sync, from L2; or leave
+//             lora_act in shared memory for warps that do so with their own rows at the end.
 // With many tokens the first CTAs may do LoRA-down instead (sm90_decode_down.cuh), for which the add warps
 // of the others wait: x need not wait for it.
 //
@@ -48,6 +50,7 @@ namespace jax_w4a4::sm90 {
 
 constexpr int kBoxBytes = 128;  // of a row of weights or a token in one box
 constexpr int kAddWarps = 3;
+constexpr int kAddThreads = 32 * kAddWarps;
 // Two warpgroups with more than 64 tokens: the sums of four would leave no registers for weights.
 template <int kTokens>
 constexpr int kThreads = DecodeThreads(kTokens);
@@ -214,7 +217,7 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
   return {first, args.rows.scale_blocks - first, share.steps * kStepBytes};
 }
 
-// Whether LoRA-down is in this launch.
+// Whether LoRA-down may be in this launch, and whether it is.
 template <int kTokens>
 constexpr bool kMayBeAhead = kTokens >= kDownAheadLeastTileM;
 template <int kTokens>
@@ -897,7 +900,7 @@ __device__ __forceinline__ LoraUp load_lora_up(const DecodeArgs& args, const Sha
 __device__ __forceinline__ void prefetch_lora_up(const DecodeArgs& args, const Share& share, int thread) {
   const int64_t rows = min(args.tile_n, args.n - share.n0);
   const char* from = reinterpret_cast<const char*>(args.lora_up) + int64_t{2} * share.n0 * args.rank;
-  for (int64_t at = 128 * thread; at < 2 * rows * args.rank; at += 128 * 32 * kAddWarps) {
+  for (int64_t at = 128 * thread; at < 2 * rows * args.rank; at += 128 * kAddThreads) {
     prefetch_l2(from + at);
   }
 }
@@ -1003,14 +1006,13 @@ __device__ __forceinline__ uint32_t lora_act_place(const DecodeArgs& args, uint3
 template <class D, int kTokens>
 __device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, uint32_t smem, int thread) {
   constexpr int kPieces = kTokens * kActRanks / 8;
-  constexpr int kThreads = 32 * kAddWarps;
-  constexpr int kEach = (kPieces + kThreads - 1) / kThreads;
+  constexpr int kEach = (kPieces + kAddThreads - 1) / kAddThreads;
   uint4 act[kEach];
   const auto look = [&] {
     bool there = true;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int piece = thread + i * kThreads;
+      const int piece = thread + i * kAddThreads;
       act[i] = load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);
     }
 #pragma unroll
@@ -1025,7 +1027,7 @@ __device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, uint32_t 
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int piece = thread + i * kThreads;
+    const int piece = thread + i * kAddThreads;
     if (piece < kPieces) store_shared_v4(lora_act_place<D, kTokens>(args, smem) + piece * 16, act[i]);
   }
 }
@@ -1168,7 +1170,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
       named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
       store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
     }
-    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);
+    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);
     if (args.splits > 1) cluster_wait();
     if constexpr (D::kAlone) {
       finish_alone<Path, kTokens, kRows>(args, share, smem, acc, up, row_unit, lane);
@@ -1206,7 +1208,6 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     constexpr int kLongLoop = 12;
     if (args.rank > 0 && share.steps < kLongLoop) prefetch_lora_up(args, share, token);
     grid_dependency_wait();
-    constexpr int kAddThreads = 32 * kAddWarps;
     constexpr int kScales = (kTokens + kAddThreads - 1) / kAddThreads;  // of a thread
     float token_scale[kScales];
 #pragma unroll
@@ -1229,7 +1230,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
       }
     }
     __syncwarp();
-    named_barrier_arrive(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);
+    named_barrier_arrive(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);
   }
   if (args.splits > 1) cluster_wait();
 }

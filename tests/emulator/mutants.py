@@ -373,7 +373,7 @@ MUTANTS = (
         "      store_partial"), **_FEW),
     _m("decode: sums before all are there", "protocol", FEW,
        "RaceError UninitializedError ProtocolError DeadlockError",
-       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);\n"
+       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);\n"
         "    if (args.splits", "    if (args.splits"), **_FEW),
     _m("decode: scales of others before they are there", "protocol", FEW,
        "RaceError UninitializedError",
@@ -514,7 +514,7 @@ MUTANTS = (
         "    const int n = share.n0 + row;", "    const int n = share.n0 + row;"), **_128),
     _m("decode: staged lora_act before it is there", "protocol", ALONE,
        "RaceError UninitializedError ProtocolError",
-       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + 32 * kAddWarps);\n"
+       (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);\n"
         "    if (args.splits > 1) cluster_wait();", "    if (args.splits > 1) cluster_wait();"), **_128),
     _m("decode: staged lora_act by ranks, then tokens", "layout", ALONE_EXACT, "cells",
        (DECODE, "load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);",
@@ -598,7 +598,7 @@ MUTANTS = (
     _m("decode: three of four words are looked at", "protocol", DOWN_AHEAD, "cells",
        (AHEAD, "v.z != kNotYet && v.w != kNotYet", "v.z != kNotYet"), **_MANY),
     _m("decode: lora_act before the launch before has ended", "protocol", DOWN_AHEAD, "ProtocolError",
-       (DECODE, "    grid_dependency_wait();\n    constexpr int kAddThreads", "    constexpr int kAddThreads"), **_MANY),
+       (DECODE, "    grid_dependency_wait();\n    constexpr int kScales", "    constexpr int kScales"), **_MANY),
     _m("decode: tokens of the second CTA are not loaded", "protocol", DOWN_AHEAD_PAIR, "cells",
        (DECODE, "if (first % kHeld == 0 && (used || kHeld > kPart)) {",
         "if (first % kHeld == 0 && used) {"), sources=("sm90_decode_Mxfp4_64.cu",)),
