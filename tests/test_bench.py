@@ -226,7 +226,7 @@ class DecodeTest(parameterized.TestCase):
         host = decode.measure(chain(0.04, 0), 1, False)
         self.assertTrue(host["host_bound"], host)
         self.assertGreater(host["host_us"], 39000)
-        self.assertGreater(host["dispatch_us"], 39000)
+        self.assertGreater(host["dispatch_us"], 20000)  # a difference of two bursts
         device = decode.measure(chain(0.004, 0.1), 1, False)
         self.assertFalse(device["host_bound"], device)
 
