@@ -5,7 +5,6 @@ import json
 import pathlib
 import sys
 import tempfile
-import time
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -218,17 +217,28 @@ class DecodeTest(parameterized.TestCase):
         self.assertEqual(timing.turns_of(8192, 4096, 14336), 1)
 
     def test_a_slow_host_is_told_from_a_slow_device(self):
-        """The device of this chain works for as long as `wait` takes."""
+        """A device that works on one chain after the other, on a clock of its own."""
+        clock, free = [0.0], [0.0]
 
-        def chain(enqueue, wait):
-            return timing.Chain(lambda: time.sleep(enqueue), lambda _: time.sleep(wait), 2)
+        def chain(host, device):
+            def enqueue():
+                clock[0] += host
+                free[0] = max(free[0], clock[0]) + device
 
-        host = decode.measure(chain(0.04, 0), 1, False)
+            def wait(_):
+                clock[0] = max(clock[0], free[0])
+
+            return timing.Chain(enqueue, wait, 2)
+
+        fake = mock.Mock(perf_counter=lambda: clock[0])
+        with mock.patch.object(timing, "time", fake), mock.patch.object(_timing, "time", fake):
+            host = decode.measure(chain(0.04, 0.01), 1, False)
+            device = decode.measure(chain(0.004, 0.1), 1, False)
         self.assertTrue(host["host_bound"], host)
-        self.assertGreater(host["host_us"], 39000)
-        self.assertGreater(host["dispatch_us"], 20000)  # a difference of two bursts
-        device = decode.measure(chain(0.004, 0.1), 1, False)
+        self.assertAlmostEqual(host["host_us"], 40000)
+        self.assertAlmostEqual(host["dispatch_us"], 40000)
         self.assertFalse(device["host_bound"], device)
+        self.assertAlmostEqual(device["dispatch_us"], 100000)
 
     @parameterized.parameters(("mxfp4", "sorted"), ("mxfp4 highest", "linear"), ("nvfp4", "linear"))
     def test_weights_are_prepared_where_there_are_kernels_for_them(self, name, order):
