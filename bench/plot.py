@@ -1,6 +1,6 @@
 """`python -m bench.plot RESULT.json PICTURE.svg`: time against M of `bench.decode --crossover`.
 
-Points that measure the host are circled.
+From a dashed line on another kernel runs a route. Points that measure the host are circled.
 """
 
 import json
@@ -18,10 +18,26 @@ def ticks(low: float, high: float, base: int) -> list[float]:
     return [float(base) ** i for i in range(first, last + 1)]
 
 
+def in_decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from the last below low to the first above high."""
+    every = [step * tens for tens in ticks(low, high, 10) for step in (1, 2, 5)]
+    first = max(i for i, each in enumerate(every) if each <= low)
+    last = min(i for i, each in enumerate(every) if each >= high)
+    return every[first : max(last, first + 1) + 1]
+
+
+def switches(rows: list[dict]) -> list[tuple[int, str]]:
+    """(M, kernel) of the points of one route from which on another kernel runs it."""
+    kernels = [(row["m"], row["plan"].split()[0]) for row in rows if row.get("plan")]
+    kernels.sort()
+    pairs = zip(kernels, kernels[1:], strict=False)
+    return [(m, kernel) for (_, before), (m, kernel) in pairs if kernel != before]
+
+
 def panel(rows: list[dict], left: float, title: str, names: list[str]) -> list[str]:
     """One log-log plot of microseconds against M."""
     xs, ys = [r["m"] for r in rows], [r["us"] for r in rows]
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 4), ticks(min(ys), max(ys), 10)
+    x_ticks, y_ticks = ticks(min(xs), max(xs), 4), in_decades(min(ys), max(ys))
 
     def place(m: float, us: float) -> tuple[float, float]:
         x = math.log(m / x_ticks[0]) / math.log(x_ticks[-1] / x_ticks[0])
@@ -38,11 +54,19 @@ def panel(rows: list[dict], left: float, title: str, names: list[str]) -> list[s
         out.append(f'<path d="M{left} {y:.1f}h{WIDTH}" stroke="#ddd"/>')
         out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{us:g}</text>')
     for name, color in zip(names, COLORS, strict=False):
-        points = sorted((r["m"], r["us"]) for r in rows if r["route"] == name)
+        own = [row for row in rows if row["route"] == name]
+        points = sorted((row["m"], row["us"]) for row in own)
         path = " ".join("{:.1f},{:.1f}".format(*place(m, us)) for m, us in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        for row in rows:
-            if row["route"] == name and row.get("host_bound"):
+        for m, kernel in switches(own):
+            x, _ = place(m, y_ticks[0])
+            dashed = f'stroke="{color}" stroke-dasharray="4 3"'
+            out.append(f'<path d="M{x:.1f} {TOP}v{HEIGHT}" {dashed}/>')
+            out.append(
+                f'<text x="{x + 4:.1f}" y="{TOP + HEIGHT - 6}" fill="{color}">{kernel}</text>'
+            )
+        for row in own:
+            if row.get("host_bound"):
                 x, y = place(row["m"], row["us"])
                 at = f'cx="{x:.1f}" cy="{y:.1f}" r="5"'
                 out.append(f'<circle {at} fill="none" stroke="{color}"/>')

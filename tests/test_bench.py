@@ -387,6 +387,33 @@ class DecodeTest(parameterized.TestCase):
         middle = line.get("points").split()[1]
         self.assertEqual(f"{circle.get('cx')},{circle.get('cy')}", middle)
 
+    def test_a_line_stands_where_another_kernel_takes_over(self):
+        """At the first point that it runs, once for all that it runs, under its name."""
+        kernels = {1: "a 8x32", 2: "a 16x32", 4: "b 64x256", 16: "b 128x256"}
+        rows = [
+            {"m": m, "k": 64, "n": 64, "route": "r", "us": 3.0 * m, "plan": plan}
+            for m, plan in kernels.items()
+        ]
+        rows += [{"m": m, "k": 64, "n": 64, "route": "peer", "us": 5.0 * m} for m in kernels]
+        where = {"device": "d", "jax": "j", "date": "t", "command": "c"}
+        picture = ElementTree.fromstring(plot.draw({"rows": rows, "environment": where}))
+        svg = "{http://www.w3.org/2000/svg}"
+        (dashed,) = (p for p in picture.findall(f"{svg}path") if p.get("stroke-dasharray"))
+        third = picture.find(f"{svg}polyline").get("points").split()[2]
+        self.assertEqual(dashed.get("d").removeprefix("M").split()[0], third.split(",")[0])
+        texts = [text.text for text in picture.findall(f"{svg}text")]
+        self.assertEqual((texts.count("a"), texts.count("b")), (0, 1))
+
+    @parameterized.parameters(
+        (7.3, 421.0, [5, 10, 20, 50, 100, 200, 500]),
+        (10.0, 20.0, [10, 20]),
+        (13.0, 13.0, [10, 20]),
+        (0.6, 1.5, [0.5, 1, 2]),
+        (100.0, 100.0, [100, 200]),
+    )
+    def test_the_axis_holds_all_times(self, low, high, expected):
+        self.assertEqual([round(each, 9) for each in plot.in_decades(low, high)], expected)
+
 
 if __name__ == "__main__":
     absltest.main()

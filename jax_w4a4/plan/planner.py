@@ -114,8 +114,9 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# Seconds of a stage with 128 tokens, by bytes of an activation and the most rows of a CTA
-# (docs/notes.md, "A tile of 128 tokens").
+# Seconds of a stage with 128 tokens, by bytes of an activation and the most rows of a CTA. Set so
+# that tiles rank as in bench/results/decode_128_tokens_h200.json and, those of two bytes, in
+# decode_128_kernels_h200.json.
 _DECODE_MANY_STEP_S = {
     1: {64: 0.44e-6, 128: 0.85e-6},
     2: {64: 1.2e-6, 128: 1.65e-6},
