@@ -626,7 +626,8 @@ def _account_lines(plan: Plan, target: Target) -> list[str]:
     design: Design = budget.DESIGNS[plan.kernel]
     capacity = design.capacity(target, plan.tile_m)
     group = "one CTA" if plan.cluster == 1 else f"{plan.cluster} CTAs"
-    lora = "none" if plan.problem.rank == 0 else str(plan.lora_stages or "in the main ring")
+    streamed = "beside the main ring" if design.decode else "in the main ring"
+    lora = "none" if plan.problem.rank == 0 else str(plan.lora_stages or streamed)
     lines = [
         f"tile {plan.tile_m}x{plan.tile_n}, K step {plan.tile_k}, on {group} of {plan.threads} "
         f"threads{', persistent' if design.persistent else ''}",
@@ -662,7 +663,11 @@ def _account_lines(plan: Plan, target: Target) -> list[str]:
         for row in plan.rows
     ]
     lines += table(head, body, right={2, 3, 4, 5})
-    over = [row.name for row in plan.rows if not row.overlaps_main and row.stages]
+    over = [
+        row.name
+        for row in plan.rows
+        if not row.overlaps_main and row.stages and row.bytes(plan.cluster)
+    ]
     lines.append(
         f"shared memory {plan.smem_bytes} of {capacity} B "
         f"({100 * plan.smem_bytes / capacity:.1f} %) per CTA"

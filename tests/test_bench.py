@@ -92,6 +92,23 @@ class BenchTest(parameterized.TestCase):
             warm = timing.seconds_per_call(chain, rounds=3, min_seconds=70)
         self.assertEqual((got, warm), (0.5, 0.5))
 
+    def test_a_single_chain_that_the_host_holds_up_makes_no_call_free_of_charge(self):
+        """A negative time would be the fastest that `tune` finds."""
+        clock, waits = [0.0], []
+
+        def spend(seconds):
+            clock[0] += seconds
+
+        def wait(_):
+            waits.append(0)
+            # Three to warm up, one for the number of repeats, a burst.
+            spend(500 if len(waits) == 6 else 5)
+
+        chain = timing.Chain(lambda: spend(2), wait, 4)
+        fake = mock.Mock(perf_counter=lambda: clock[0])
+        with mock.patch.object(_timing, "time", fake):
+            self.assertEqual(timing.seconds_per_call(chain, rounds=1, min_seconds=70), 0.5)
+
 
 NVFP4 = next(layer for layer in cases.LAYERS if layer.name == "nvfp4")
 

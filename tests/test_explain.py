@@ -121,6 +121,27 @@ class ShapeTest(parameterized.TestCase):
         self.assertEqual(ahead in text, m == 64)
         self.assertEqual("\ngemm\n" in text, m == 16)
 
+    @parameterized.parameters(
+        # Sums in shared memory over the ring; results from registers: of one CTA, of two, without
+        # a low-rank branch.
+        (16, 4096, 32, "on warps of its own, from L2: 2048 B beside", True),
+        (65, 4096, 32, "on warps of its own, from L2: 32768 B with what the peer sends", True),
+        (128, 14336, 48, "at the end, each warp of its own rows: 8192 B beside", False),
+        (128, 8192, 32, "at the end, each warp of its own rows: 40960 B with what the", False),
+        (128, 14336, 0, None, False),
+    )
+    def test_what_sums_and_low_rank_product_cost(self, m, n, rank, product, over):
+        """The reasons name the bytes of the account, and nothing of no bytes lies anywhere."""
+        shape = (m, 8192 if n == 8192 else 4096, n)
+        text = str(explain(shape, rank=rank, format="mxfp4", target="sm_90"))
+        if product is None:
+            self.assertNotIn("low-rank product", text)
+            self.assertNotIn("ranks", text)
+        else:
+            self.assertIn(f"- low-rank product {product}", text)
+            self.assertIn("LoRA beside the main ring", text)
+        self.assertEqual("; store lie over the main stages" in text, over)
+
     @parameterized.parameters((64, True), (16, False))
     def test_work_of_low_rank_down_is_its_launch_s(self, m, in_gemm):
         """FLOP and bytes are those of the launch that has LoRA-down; both read x where it is the

@@ -724,10 +724,11 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
             1 if addend else 0,
             "kernel",
             f"tile_m*{rows}*4, the low-rank product and the peer's sums in fp32"
-            if not alone
-            else f"tile_m*64, 32 ranks of it; tile_m*{rows}*2, the peer's sums in fp32"
-            if peer
-            else "tile_m*64, 32 ranks of it",
+            if addend and not alone
+            else "; ".join(
+                (["tile_m*64, 32 ranks of it"] if problem.rank else [])
+                + ([f"tile_m*{rows}*2, the peer's sums in fp32"] if peer else [])
+            ),
         ),
         row(
             "store",

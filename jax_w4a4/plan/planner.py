@@ -1152,7 +1152,7 @@ def _reasons(
     return (
         _why_tile(design, problem, target, found, forced),
         _why_main(design, best, target, smem, forced),
-        _why_lora(design, problem, found, forced),
+        _why_lora(design, problem, target, found, forced),
         _why_store(design, best, target, smem, forced),
         *_why_accumulator(design, problem, target, best),
         *_why_stream(design, problem, found[0]),
@@ -1260,13 +1260,22 @@ def _why_main(
 
 
 def _why_lora(
-    design: Design, problem: Problem, found: list[_Candidate], forced: dict[str, int]
+    design: Design,
+    problem: Problem,
+    target: Target,
+    found: list[_Candidate],
+    forced: dict[str, int],
 ) -> str:
     best = found[0].config
     if problem.rank == 0:
         return "no LoRA buffers: rank 0"
     if design.decode:
-        return "low-rank product on warps of its own, from L2: it costs no main stage"
+        row = next(r for r in design.rows(problem, target, best) if r.name == "lora_act")
+        peer = "" if best.cluster == 1 else " with what the peer sends"
+        beside = f"{row.bytes(best.cluster)} B{peer} beside the main ring"
+        if budget.decode_shape(best.tile_m, best.tile_n)[1] == 1:
+            return f"low-rank product at the end, each warp of its own rows: {beside}"
+        return f"low-rank product on warps of its own, from L2: {beside}"
     if not design.persistent:
         return "LoRA operands lie over the main stages after the K loop and cost no bytes"
     name = _lora_name(design, problem, best)

@@ -272,7 +272,7 @@ def ahead_cases(seed):
             case,
             m=tokens[tile_m][(i + i // 3) % 3],
             n=n,
-            # Two CTAs have a stage of 1024 each. Of the four ahead one or two have no part of 72.
+            # Two CTAs have a stage each, or more. Of the four ahead one or two have no part of 72.
             k=((72, 1032, 1056, 4136), (2056, 2080, 4128, 2080))[cluster - 1][i // 2 % 4],
             rank=(16, 32)[i % 2],
             kernel="sm90_decode",
