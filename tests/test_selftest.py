@@ -253,6 +253,20 @@ class VariantTest(parameterized.TestCase):
             self.assertEqual(names, built)
             self.assertEqual(pairs, {"sm100_v2"})
 
+    @parameterized.product(kind=probes.KINDS, cluster=(1, 2))
+    def test_every_division_of_128_tokens(self, kind, cluster):
+        """The kernels whose warpgroups divide K, and those in which each has all of it."""
+        session = parts.Session(plan.targets.get("sm_90"))
+        variant = parts.Variant("sm90_decode", cluster=cluster)
+        found = set()
+        for m, n, k, rank in parts.EXACT_FEW:
+            k = formats.padded_k(k, kind.block)
+            problem = session.problem(kind, m, n, k, k, rank)
+            if m > 64 and session.takes(variant, problem):
+                found.add(plan.budget.decode_shape(128, session.plan(variant, problem).tile_n)[:2])
+        able = str(kind) in ("nvfp4", "nvfp4 fastest", "mxfp4", "int4 block row")
+        self.assertEqual(found, {(64, 2), (128, 1)} if able else set())
+
     @parameterized.parameters(*probes.KINDS)
     def test_low_rank_down_in_the_gemm_s_launch(self, kind):
         """Wherever there is a kernel for it: from x against the reference, and repeated."""

@@ -328,11 +328,12 @@ def exact_call(kind: Kind, m: int, n: int, k: int, rank: int, seed: int) -> Call
     )  # fmt: skip
 
 
-# M, N, K before padding, rank; the first for every tile.
+# M, N, K before padding, rank; the first for every tile. The last of EXACT_FEW has so many rows
+# that a CTA takes 128 of them, and a warpgroup all of K.
 EXACT = ((300, 600, 1056, 128), (1, 8, 32, 0), (70, 264, 416, 32), (257, 129, 608, 0))
 EXACT_FEW = (
     (48, 600, 1056, 128), (1, 8, 32, 0), (13, 264, 416, 32), (64, 129, 608, 0),
-    (101, 200, 1056, 48), (128, 2184, 672, 96),
+    (101, 200, 1056, 48), (128, 8459, 672, 96),
 )  # fmt: skip
 
 
