@@ -259,8 +259,8 @@ ffi::Error CheckDecodeAttrs(const PlanAttrs& p, const SpecAttrs& s) {
       p.threads != DecodeThreads(p.tile_m) || p.main_stages < 2 ||
       p.main_stages > kDecodeMaxStages || p.lora_stages != 0 ||
       p.store_stages != 1 || p.group_m != 0 || p.promote_k != 0) {
-    return Invalid("kernel sm90_decode can't run tile_k ", p.tile_k,
-                   " with tile_n ", p.tile_n, ", cluster ", p.cluster,
+    return Invalid("kernel sm90_decode can't run tile (", p.tile_m, ", ",
+                   p.tile_n, ") with tile_k ", p.tile_k, ", cluster ", p.cluster,
                    ", group_m ", p.group_m, ", promote_k ", p.promote_k, ", ",
                    p.threads, " threads, stages main ", p.main_stages,
                    " lora ", p.lora_stages, " store ", p.store_stages,

@@ -1055,7 +1055,7 @@ class DecodePlanChecks(PlanCase):
     @parameterized.parameters(
         # Of four warpgroups, and of 64 rows where there are two.
         ("threads", 640, "INVALID_ARGUMENT.*640 threads.*expected.*384 threads"),
-        ("tile_k", 512, "INVALID_ARGUMENT.*tile_k 512.*expected tile_k 256"),
+        ("tile_k", 512, "INVALID_ARGUMENT.*tile .128, 72. with tile_k 512.*expected tile_k 256"),
         ("bytes_act", 16384, "FAILED_PRECONDITION.*16384 bytes of act at"),
         # The whole low-rank product, and what a single CTA has.
         ("bytes_lora_act", 65536, "FAILED_PRECONDITION.*65536 bytes of lora_act"),
