@@ -15,7 +15,7 @@
 
 namespace jax_w4a4 {
 
-constexpr int64_t kPlanSchema = 4;
+constexpr int64_t kPlanSchema = 5;
 
 // Values of PlanAttrs::kernel.
 enum class KernelId : int64_t {

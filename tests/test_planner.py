@@ -160,7 +160,7 @@ class Sm90V1Test(parameterized.TestCase):
         self.assertEqual(
             list(attrs.items()),
             [
-                ("schema", 4),
+                ("schema", 5),
                 ("kernel", 1),
                 ("cc", 90),
                 ("tile_m", 64),
@@ -383,6 +383,21 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertIn(reason, why)
 
     @parameterized.parameters(
+        ("nvfp4", 8192, 8192, True), ("nvfp4", 16384, 16384, False), ("int4", 28672, 4096, False),
+        ("int4", 16384, 16384, True), ("mxfp4", 28672, 4096, True),
+    )  # fmt: skip
+    def test_several_waves_of_128_tokens_where_they_were_measured(self, format, n, k, chosen):
+        changes = {"block": k} if format == "int4" else {}
+        for m in (65, 128):
+            solved = self.solve(m=m, n=n, k=k, format=format, **changes)
+            self.assertEqual(solved.kernel == "sm90_decode", chosen)
+            if not chosen:
+                (why,) = (r for r in solved.reasons if "instead of sm90_decode: " in r)
+                self.assertRegex(why, rf"{m} rows of {format} in \d waves, which was not measured")
+        few = self.solve(m=64, n=n, k=k, format=format, **changes)
+        self.assertEqual(few.kernel, "sm90_decode")
+
+    @parameterized.parameters(
         {"m": 129}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
     )  # fmt: skip
     def test_forced_on_what_it_lacks(self, **changes):
@@ -475,7 +490,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         attrs = solved.ffi_attrs()
         stages = min(16, solved.smem_bytes // (72 * 128 + 64 * 128 + 16))
         expected = {
-            "schema": 4, "q_kernel": 5, "down_cluster": 1, "down_stages": stages,
+            "schema": 5, "q_kernel": 5, "down_cluster": 1, "down_stages": stages,
             "off_down_barriers": stages * (72 * 128 + 64 * 128),
             "down_smem_bytes": stages * (72 * 128 + 64 * 128 + 16),
             "down_ahead": 4, "down_early": early,

@@ -29,7 +29,7 @@ __all__ = [
     "solve",
 ]
 
-SCHEMA = 4
+SCHEMA = 5
 
 # In order of preference; a kernel that cannot take a problem leaves it to the next.
 _DEFAULT_KERNELS = {
@@ -692,7 +692,34 @@ def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) ->
     lacks = _decode_lacks(problem)
     if lacks is not None:
         return lacks
-    return _no_tile(budget.DESIGNS["sm90_decode"], problem, target, forced)
+    design = budget.DESIGNS["sm90_decode"]
+    return _no_tile(design, problem, target, forced) or _many_waves(design, problem, target, forced)
+
+
+def _many_waves(
+    design: Design, problem: Problem, target: Target, forced: dict[str, int]
+) -> str | None:
+    """Whether a tile of 128 tokens would run in several waves where that was not measured.
+
+    It was with mxfp4, 2 to 5 % faster than sm90_v2 (bench/results/decode_128_kernels_h200.json);
+    the models of both have nvfp4 and int4 up to 1.7 times slower.
+    """
+    if problem.m is None or problem.m <= 64 or problem.format == "mxfp4":
+        return None
+    steps = ((t, design.step(problem, *t[:2])) for t in _tiles(design, problem, forced))
+    configs = [Config(*t[:2], step, t[2], 0, 0, 0) for t, step in steps]
+    fits = [_fit(design, problem, target, config, forced) for config in configs]
+    best = min(
+        (fit for fit in fits if not isinstance(fit, str)),
+        key=functools.partial(_cost, design, problem, target),
+        default=None,
+    )
+    if best is None:
+        return None
+    where = _schedule(design, problem, best, target)
+    if where.waves == 1:
+        return None
+    return f"{problem.m} rows of {problem.format} in {where.waves} waves, which was not measured"
 
 
 def _no_tile(
