@@ -132,7 +132,8 @@ constexpr int kDownAheadMaxStages = 16;
 constexpr int DownAheadTokens(int64_t tile_m) { return tile_m <= 64 ? 64 : 128; }
 // Stages of 64 k of x and of 64 ranks; room for 72 tokens, as in sm90_down_v2.
 constexpr int64_t DownAheadStageBytes(int64_t tile_m) {
-  return (tile_m <= 64 ? 72 : 128) * 128 + 64 * 128;
+  const int tokens = DownAheadTokens(tile_m);
+  return (tokens > 72 ? tokens : 72) * 128 + 64 * 128;
 }
 constexpr int64_t DownAheadPartialBytes(int64_t tile_m) {
   return DownAheadTokens(tile_m) * (64 + 4) * 4;

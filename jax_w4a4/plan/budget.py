@@ -37,6 +37,7 @@ __all__ = [
     "layout",
     "DECODE_PATHS",
     "DECODE_TOKENS",
+    "decode_alone",
     "decode_cta_bytes",
     "decode_quantizer",
     "decode_shape",
@@ -665,6 +666,11 @@ def decode_shape(tile_m: int, tile_n: int) -> tuple[int, int, int]:
     return next(shape for shape in shapes if tile_n <= shape[0])
 
 
+def decode_alone(tile_m: int, tile_n: int) -> bool:
+    """Whether a warpgroup of a decode CTA has all of K, and its sums never leave its registers."""
+    return decode_shape(tile_m, tile_n)[1] == 1
+
+
 def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, ...]:
     """The Hopper kernel for few tokens (cuda/sm90_decode.cuh): one CTA per SM streams its weights.
 
@@ -682,7 +688,7 @@ def sm90_decode(problem: Problem, target: Target, config: Config) -> tuple[Row, 
     slab = m * rows * 4
     block = 0 if path.operand == "s8" else problem.block_size
     boxes, slots = decode_scale_boxes(problem, config)
-    alone = groups == 1
+    alone = decode_alone(m, n)
     peer = slab // 2 if config.cluster > 1 else 0
     if alone:
         addend = peer + (m * 32 * 2 if problem.rank else 0)
@@ -991,7 +997,7 @@ def down_ahead(
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
     tokens = 64 if tile_m <= 64 else 128
-    stage = (72 if tile_m <= 64 else 128) * 64 * 2 + 64 * 64 * 2
+    stage = max(72, tokens) * 64 * 2 + 64 * 64 * 2
     partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
     off = stages * stage

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_w4a4.plan import budget, targets, tuning
@@ -706,9 +706,7 @@ def _many_waves(
     """
     if problem.m is None or problem.m <= 64 or problem.format == "mxfp4":
         return None
-    steps = ((t, design.step(problem, *t[:2])) for t in _tiles(design, problem, forced))
-    configs = [Config(*t[:2], step, t[2], 0, 0, 0) for t, step in steps]
-    fits = [_fit(design, problem, target, config, forced) for config in configs]
+    fits = _fits(design, problem, target, _tiles(design, problem, forced), forced)
     best = min(
         (fit for fit in fits if not isinstance(fit, str)),
         key=functools.partial(_cost, design, problem, target),
@@ -722,6 +720,18 @@ def _many_waves(
     return f"{problem.m} rows of {problem.format} in {where.waves} waves, which was not measured"
 
 
+def _fits(
+    design: Design,
+    problem: Problem,
+    target: Target,
+    tiles: Sequence[tuple[int, int, int]],
+    forced: dict[str, int],
+) -> list[Config | str]:
+    """`_fit` of tiles without dedicated LoRA stages."""
+    configs = [Config(*t[:2], design.step(problem, *t[:2]), t[2], 0, 0, 0) for t in tiles]
+    return [_fit(design, problem, target, config, forced) for config in configs]
+
+
 def _no_tile(
     design: Design, problem: Problem, target: Target, forced: dict[str, int]
 ) -> str | None:
@@ -730,9 +740,7 @@ def _no_tile(
         tiles = _tiles(design, problem, forced)
     except ValueError as error:
         return str(error).removeprefix("jax_w4a4.plan: ")
-    configs = [Config(*t[:2], design.step(problem, *t[:2]), t[2], 0, 0, 0) for t in tiles]
-    fits = [_fit(design, problem, target, config, {}) for config in configs]
-    if all(isinstance(fit, str) for fit in fits):
+    if all(isinstance(fit, str) for fit in _fits(design, problem, target, tiles, {})):
         return f"no tile of it fits {target.smem_bytes} B of shared memory"
     return None
 
@@ -1300,7 +1308,7 @@ def _why_lora(
         row = next(r for r in design.rows(problem, target, best) if r.name == "lora_act")
         peer = "" if best.cluster == 1 else " with what the peer sends"
         beside = f"{row.bytes(best.cluster)} B{peer} beside the main ring"
-        if budget.decode_shape(best.tile_m, best.tile_n)[1] == 1:
+        if budget.decode_alone(best.tile_m, best.tile_n):
             return f"low-rank product at the end, each warp of its own rows: {beside}"
         return f"low-rank product on warps of its own, from L2: {beside}"
     if not design.persistent:
@@ -1339,7 +1347,7 @@ def _why_store(
     name = _count(best.store_stages, "store stage")
     if "store_stages" in forced:
         return f"{name}: forced by the caller"
-    if design.decode and budget.decode_shape(best.tile_m, best.tile_n)[1] == 1:
+    if design.decode and budget.decode_alone(best.tile_m, best.tile_n):
         return "results go straight from registers: a warpgroup has all of K"
     if design.decode:
         return "sums of the warpgroups lie over the main ring and cost no bytes"
