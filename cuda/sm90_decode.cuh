@@ -60,7 +60,7 @@ template <int kTokens>
 constexpr int kMultiplyThreads = 32 * kMultiplyWarps<kTokens>;
 template <int kTokens>
 constexpr int kLoadWarp = kMultiplyWarps<kTokens>;
-// Named barriers.
+// Named barriers, beside kCtaBarrier.
 constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
 constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
 
@@ -1145,7 +1145,8 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   if (args.splits > 1 && warp != kLoadWarp<kTokens>) cluster_arrive_relaxed();
 
   if (warp < kMultiplyWarps<kTokens>) {
-    prepare_rows<Path, kTokens, kRows>(args, smem, share, warp, lane, [] { __syncthreads(); });
+    prepare_rows<Path, kTokens, kRows>(args, smem, share, warp, lane,
+                                        [] { named_barrier_sync(kCtaBarrier, kThreads<kTokens>); });
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
@@ -1197,11 +1198,11 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     }
     __syncwarp();
     if (args.splits > 1) cluster_arrive_relaxed();
-    __syncthreads();
+    named_barrier_sync(kCtaBarrier, kThreads<kTokens>);
     if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {
-    __syncthreads();
+    named_barrier_sync(kCtaBarrier, kThreads<kTokens>);
     const int token = threadIdx.x - 32 * (kLoadWarp<kTokens> + 1);
     // An argument of the program: no need to wait. Where the loop is long it would only stand in the way of
     // lora_down, which the launch before reads.
