@@ -3,6 +3,10 @@
 Every route gets the same shapes, group sizes and seeds; weights are rotated past the L2, and those
 of MXFP4 are prepared (`Weight.prepare`) unless `--linear`. Rates
 count the bytes of codes and block scales of experts that have rows, and the FLOP of the product.
+
+A dispatch makes `--copies` calls that need not wait for each other. With `--stack` it is that many
+layers of a network: rows and group sizes of each are known only with the result of the one before,
+and the dispatch, which goes through all layers `--turns` times, is one CUDA graph that is replayed.
 """
 
 import argparse
@@ -96,24 +100,27 @@ def rows(case: Experts, key: jax.Array) -> jax.Array:
     return jax.random.normal(key, (case.m, case.k), jnp.bfloat16)
 
 
-def xla_ragged_dot(case: Experts, copies: int) -> timing.Chain:
+Chainer = Callable[[Callable, list[tuple]], timing.Chain]
+
+
+def xla_ragged_dot(case: Experts, copies: int, chain: Chainer) -> timing.Chain:
     sets = []
     for key in jax.random.split(jax.random.key(0), copies):
         w = jax.random.normal(key, (len(case.sizes), case.k, case.n), jnp.bfloat16)
         sets.append((rows(case, key), w, jnp.asarray(case.sizes, jnp.int32)))
-    return timing.jax_chain(lax.ragged_dot, sets)
+    return chain(lax.ragged_dot, sets)
 
 
-def grouped(layer: Layer, case: Experts, copies: int) -> timing.Chain:
+def grouped(layer: Layer, case: Experts, copies: int, chain: Chainer) -> timing.Chain:
     sets = [
         (rows(case, key), weights(case, layer, key), jnp.asarray(case.sizes, jnp.int32))
         for key in jax.random.split(jax.random.key(0), copies)
     ]
     call = functools.partial(jax_w4a4.grouped_matmul, implementation="cuda", **layer.matmul)
-    return timing.jax_chain(call, sets)
+    return chain(call, sets)
 
 
-def loop(layer: Layer, case: Experts, copies: int) -> timing.Chain:
+def loop(layer: Layer, case: Experts, copies: int, chain: Chainer) -> timing.Chain:
     """A product for each expert with rows, which needs sizes that are known to the host."""
 
     def call(x, w):
@@ -129,20 +136,20 @@ def loop(layer: Layer, case: Experts, copies: int) -> timing.Chain:
         (rows(case, key), weights(case, layer, key))
         for key in jax.random.split(jax.random.key(0), copies)
     ]
-    return timing.jax_chain(call, sets)
+    return chain(call, sets)
 
 
-def dense(layer: Layer, case: Experts, copies: int) -> timing.Chain:
+def dense(layer: Layer, case: Experts, copies: int, chain: Chainer) -> timing.Chain:
     """One weight for all rows: what the kernel makes of the same FLOP without groups."""
     one = dataclasses.replace(case, sizes=(1,))
     sets = []
     for key in jax.random.split(jax.random.key(0), copies):
         w = jax.tree.map(lambda leaf: leaf[0], weights(one, layer, key))
         sets.append((rows(case, key), w))
-    return timing.jax_chain(functools.partial(jax_w4a4.matmul, **layer.matmul), sets)
+    return chain(functools.partial(jax_w4a4.matmul, **layer.matmul), sets)
 
 
-Builder = Callable[[Experts, int], timing.Chain]
+Builder = Callable[[Experts, int, Chainer], timing.Chain]
 
 
 def routes(layers: list[Layer]) -> Iterator[tuple[str, Builder]]:
@@ -164,7 +171,10 @@ def weight_bytes(case: Experts, route: str) -> int:
 
 
 def measure(case: Experts, route: str, build: Builder, args: argparse.Namespace) -> dict:
-    chain = build(case, args.copies)
+    how = timing.jax_chain
+    if args.stack:
+        how = functools.partial(timing.jax_stack, turns=args.turns)
+    chain = build(case, args.stack or args.copies, how)
     seconds = timing.seconds_per_call(chain, rounds=args.rounds)
     row = {
         "us": seconds * 1e6,
@@ -206,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", help="only cases that contain one of these texts")
     parser.add_argument("--routes", nargs="+", help="only routes that contain one of these texts")
     parser.add_argument("--copies", type=int, default=3, help="sets of operands, rotated")
+    parser.add_argument("--stack", type=int, metavar="LAYERS", help="a stack of so many layers")
+    parser.add_argument("--turns", type=int, default=2, help="of a dispatch through the stack")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--no-kernels", dest="kernels", action="store_false", help="wall time only, no profiler"
@@ -224,6 +236,8 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             row = {"case": str(case), "route": name, "m": case.m, "k": case.k, "n": case.n}
             row["sizes"] = list(case.sizes)
+            if args.stack:
+                row |= {"layers": args.stack, "turns": args.turns}
             row["prepared"] = any(layer.prepared and name.endswith(layer.name) for layer in layers)
             try:
                 row |= measure(case, name, build, args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import jax_w4a4
 from jax_w4a4 import _ffi
@@ -31,6 +32,7 @@ __all__ = [
     "host_seconds",
     "jax_chain",
     "jax_layers",
+    "jax_stack",
     "jax_turns",
     "kernel_seconds",
     "seconds_per_call",
@@ -70,6 +72,49 @@ def jax_layers(call: Callable, x: jax.Array, weights: Sequence[Any], turns: int)
         return state[0]
 
     return Chain(enqueue, jax.block_until_ready, turns * len(weights))
+
+
+def stacking(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
+    """A function of the operand sets' leaves that makes `call(*operands)` of every set in turn.
+
+    What a call reads besides its weight, the second operand, is known only with the result of the
+    call before: so it is with rows and group sizes, which a router makes of that. Of each result
+    one element is read, all in one small kernel per turn, or XLA would drop the product.
+    """
+
+    def run(seen, *leaves):
+        before = seen
+        for _ in range(turns):
+            ys = []
+            for x, w, *rest in tree.unflatten(leaves):
+                (x, rest), before = lax.optimization_barrier(((x, rest), before))
+                if ys:
+                    ys[-1] = before
+                before = call(x, w, *rest)
+                ys.append(before)
+            ys = lax.optimization_barrier(ys)
+            seen = seen + jnp.stack([y[0, 0] for y in ys]).astype(seen.dtype)
+            before = seen
+        return seen
+
+    return run
+
+
+def jax_stack(call: Callable, operand_sets: Sequence[tuple], turns: int) -> Chain:
+    """One jitted function that goes through `call(x, w, ...)` of every set, `turns` times.
+
+    Its one result is donated to the next call, so that no address changes and a command buffer is
+    replayed.
+    """
+    leaves, tree = jax.tree.flatten(list(operand_sets))
+    jitted = jax.jit(stacking(call, tree, turns), donate_argnums=0)
+    state = [jnp.zeros(len(operand_sets))]
+
+    def enqueue() -> jax.Array:
+        state[0] = jitted(state[0], *leaves)
+        return state[0]
+
+    return Chain(enqueue, jax.block_until_ready, turns * len(operand_sets))
 
 
 def host_seconds(chain: Chain, *, samples: int = 5) -> float:

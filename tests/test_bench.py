@@ -335,6 +335,41 @@ class DecodeTest(parameterized.TestCase):
             [(2 * turns, 64, 96), (2 * turns, 96, 64)],
         )
 
+    @parameterized.parameters(1, 3)
+    def test_a_stack_makes_every_call_of_every_turn(self, turns):
+        """None merged with that of another turn, none dropped, and sums of all results' corners."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        sets = [
+            (jax.random.normal(key, (4, 64)), jax.random.normal(key, (96, 64)), jnp.float32(i))
+            for i, key in enumerate(keys)
+        ]
+        call = lambda x, w, size: jnp.einsum("mk,nk->mn", x, w) + size  # noqa: E731
+        leaves, tree = jax.tree.flatten(sets)
+        stack = jax.jit(timing.stacking(call, tree, turns))
+        text = stack.lower(jnp.zeros(4), *leaves).compile().as_text()
+        self.assertEqual(text.count(" dot("), 4 * turns, text)
+        chain = timing.jax_stack(call, sets, turns)
+        self.assertEqual(chain.calls, 4 * turns)
+        want = np.array([call(*operands)[0, 0] for operands in sets])
+        for dispatches in (1, 2):
+            np.testing.assert_allclose(chain.enqueue(), dispatches * turns * want, rtol=1e-5)
+
+    def test_layers_of_a_stack_wait_for_each_other(self):
+        """Group sizes of a layer are there only once the layer before is through."""
+        sets = [(jnp.ones((4, 64)), jnp.ones((96, 64)), jnp.float32(i)) for i in range(3)]
+        call = lambda x, w, size: x @ w.T + size  # noqa: E731
+        leaves, tree = jax.tree.flatten(sets)
+        jaxpr = jax.make_jaxpr(timing.stacking(call, tree, 2))(jnp.zeros(3), *leaves).jaxpr
+        after = {}  # the products that a value depends on
+        dots = 0
+        for eqn in jaxpr.eqns:
+            found = set().union(*(after.get(str(v), set()) for v in eqn.invars))
+            if eqn.primitive.name == "dot_general":
+                self.assertEqual(after[str(eqn.invars[0])], set(range(dots)))
+                found, dots = found | {dots}, dots + 1
+            after |= {str(v): found for v in eqn.outvars}
+        self.assertEqual(dots, 6)
+
     @parameterized.parameters((64, 64), (64, 160))
     def test_results_of_a_chain_stay_as_large_as_x(self, k, n):
         """Hundreds of layers, the most of one dispatch, ours from an x that is too large as well.
