@@ -60,9 +60,14 @@ template <int kTokens>
 constexpr int kMultiplyThreads = 32 * kMultiplyWarps<kTokens>;
 template <int kTokens>
 constexpr int kLoadWarp = kMultiplyWarps<kTokens>;
-// Named barriers, beside kCtaBarrier.
+// Named barriers.
 constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
 constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
+// They and the load warp, whose mbarriers they get to know. The add warps use none; and a barrier of a
+// whole CTA may not be met from code of the roles' own (synccheck: divergent threads in block).
+constexpr uint32_t kBegunBarrier = 3;
+template <int kTokens>
+constexpr int kBegunThreads = kMultiplyThreads<kTokens> + 32;
 
 struct DecodeArgs : Watched {
   CUtensorMap weight;  // packed (N, K/2) bytes, box 128 x tile_n, 128-byte swizzle
@@ -1146,7 +1151,7 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
 
   if (warp < kMultiplyWarps<kTokens>) {
     prepare_rows<Path, kTokens, kRows>(args, smem, share, warp, lane,
-                                        [] { named_barrier_sync(kCtaBarrier, kThreads<kTokens>); });
+                                        [] { named_barrier_sync(kBegunBarrier, kBegunThreads<kTokens>); });
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
@@ -1198,11 +1203,10 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     }
     __syncwarp();
     if (args.splits > 1) cluster_arrive_relaxed();
-    named_barrier_sync(kCtaBarrier, kThreads<kTokens>);
+    named_barrier_sync(kBegunBarrier, kBegunThreads<kTokens>);
     if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {
-    named_barrier_sync(kCtaBarrier, kThreads<kTokens>);
     const int token = threadIdx.x - 32 * (kLoadWarp<kTokens> + 1);
     // An argument of the program: no need to wait. Where the loop is long it would only stand in the way of
     // lora_down, which the launch before reads.

@@ -18,11 +18,6 @@ namespace jax_w4a4::sm90 {
 
 constexpr uint32_t kNotYet = 0xFFFFFFFF;
 
-// Named barrier of all threads of a CTA of sm90_decode. Roles meet at it from code of their own, which
-// `__syncthreads` may not do (compute-sanitizer's synccheck: divergent threads in block; racecheck took
-// what lay on its two sides for unordered).
-constexpr uint32_t kCtaBarrier = 3;
-
 struct DownAheadArgs : DownV2Args {
   float* sums;  // (kDownAheadCtas - 1, M, R)
   int ctas;     // kDownAheadCtas, or 0: lora_act is there already
@@ -83,7 +78,7 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
     }
     fence_async_proxy();
   }
-  named_barrier_sync(kCtaBarrier, kThreads);
+  __syncthreads();
   if (thread < kProjectThreads) {
     float acc[1][kTokens / 2];
     project<1, 1, kTokens>(smem, ring, steps, 0, thread % 32, acc);
@@ -93,7 +88,7 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
     if (elect_one()) load_down<1, kTokens>(args, smem, ring, {0, args.m, 0}, args.m, first_step, steps);
     __syncwarp();
   }
-  named_barrier_sync(kCtaBarrier, kThreads);
+  __syncthreads();
   // Until then the launch before may be filling what follows is written to.
   grid_dependency_wait();
   // Four ranks of a token at a time.

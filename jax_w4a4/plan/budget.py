@@ -967,11 +967,16 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     Per CTA a ring of 64-k stages, 72 rows of x and boxes of 64 ranks; over it, once it is through,
     the partial sums of 72 tokens; barriers. As many stages as fit ``capacity``, eight at most.
     Where groups have 16 rows or fewer each a cluster takes 16 tokens, in the same bytes.
+
+    With groups the launch has CTAs for as many tiles as there could be, and only when all of them
+    have begun does the next launch begin beside them: two share an SM, up to rank 128.
     """
     rows, step = 72, 64
     tiles = next(t for t in (1, 2, 4) if problem.rank <= 64 * t)
     stage = rows * step * 2 + tiles * 64 * step * 2
     partial = rows * (64 * tiles + 4) * 4
+    if problem.groups and tiles <= 2:
+        capacity = capacity // 2 - 1024
     stages = min(8, (capacity - 128) // stage)
     off = _align(max(stages * stage, partial), 8)
     threads = 128 * min(tiles, 2) + 32
