@@ -281,6 +281,23 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(moved[1], [moved[0][0] - down + sums, moved[0][1] + x + down + sums])
 
 
+class GroupedDownTest(parameterized.TestCase):
+    """LoRA-down of grouped products: CTAs for all tiles that there may be begin at once."""
+
+    @parameterized.parameters(
+        (16, 8, 6, 2), (64, 8, 6, 2), (96, 4, 4, 2), (128, 100, 4, 2), (144, 8, 5, 1),
+        (256, 8, 5, 1),
+    )  # fmt: skip
+    def test_two_share_an_sm(self, rank, rows, stages, ctas):
+        p = problem(rank=rank, m=64 * rows, groups=64)
+        down = budget.down_v2(p, 1, 232448)
+        self.assertEqual(down.stages, stages)
+        # Of an SM's 228 KiB each CTA has 1 KiB more than it asks for.
+        self.assertEqual(228 * 1024 // (down.smem_bytes + 1024), ctas)
+        alone = budget.down_v2(problem(rank=rank, m=64 * rows), 1, 232448)
+        self.assertEqual(alone.stages, 8 if rank <= 128 else 5)
+
+
 class DownAheadTest(parameterized.TestCase):
     """LoRA-down in the decode GEMM's launch: its ring takes what that GEMM's CTAs have."""
 
