@@ -63,11 +63,6 @@ constexpr int kLoadWarp = kMultiplyWarps<kTokens>;
 // Named barriers.
 constexpr uint32_t kMultiplyBarrier = 1;  // the multiply warps
 constexpr uint32_t kSumBarrier = 2;       // they wait for the add warps as well
-// They and the load warp, whose mbarriers they get to know. The add warps use none; and a barrier of a
-// whole CTA may not be met from code of the roles' own (synccheck: divergent threads in block).
-constexpr uint32_t kBegunBarrier = 3;
-template <int kTokens>
-constexpr int kBegunThreads = kMultiplyThreads<kTokens> + 32;
 
 struct DecodeArgs : Watched {
   CUtensorMap weight;  // packed (N, K/2) bytes, box 128 x tile_n, 128-byte swizzle
@@ -462,11 +457,49 @@ __device__ __forceinline__ bool some_flush(const DecodeArgs& args, uint32_t smem
   return __any_sync(0xFFFFFFFFu, flags >> 16 & 1);
 }
 
+// The row of the CTA that a multiply thread prepares. The lanes of a warp exchange what they find. With two
+// per row a warp has 16 rows, of which tile_n, a multiple of 8, may leave half; those past the last repeat it.
+template <int kTokens, int kRows>
+struct OwnRow {
+  static constexpr int kLanes = kMultiplyThreads<kTokens> / kRows;  // of a row
+  int own, row;
+
+  __device__ __forceinline__ OwnRow(const DecodeArgs& args, int thread)
+      : own(thread / kLanes), row(kLanes >= 4 ? own : min(own, args.tile_n - 1)) {}
+};
+
+// What a multiply thread has asked for of its row before the mbarriers are known.
+struct RowLoads {
+  RowFactors factors;
+  ScaleRange range;
+};
+
+template <class Path>
+__device__ __forceinline__ bool is_ranged(const DecodeArgs& args) {
+  return kMayFlush<Path> && args.rows.scale_range != nullptr;
+}
+
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ RowLoads ask_for_rows(const DecodeArgs& args, uint32_t smem, const Share& share,
+                                                 int warp, int lane) {
+  RowLoads loads = {};
+  if constexpr (Path::kStageScales > 0) {
+    if (!args.scale_map && args.rows.scale_blocks % 4 == 0) {
+      copy_scales<4, kMultiplyWarps<kTokens>>(args, scale_share<Path, kTokens, kRows>(args, share), share.n0,
+                                              smem, warp, lane);
+    }
+    const int n = min(share.n0 + OwnRow<kTokens, kRows>(args, warp * 32 + lane).row, args.n - 1);
+    loads.factors = row_factors(args.rows, n);
+    if (is_ranged<Path>(args)) loads.range = scale_range(args.rows, n);
+  }
+  return loads;
+}
+
 // What the multiply warps do while the launch before may still be running: block scales and RowInputs
-// into shared memory. `begun` makes the barriers of the load warp known.
-template <class Path, int kTokens, int kRows, class Begun>
-__device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem,
-                                             const Share& share, int warp, int lane, Begun begun) {
+// into shared memory.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t smem, const Share& share,
+                                             const RowLoads& loads, int warp, int lane) {
   const int n0 = share.n0;
   const int thread = warp * 32 + lane;
   const auto write = [&](int row, const RowInputs& v) {
@@ -475,43 +508,35 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
                                __float_as_uint(v.bias), v.base));
   };
   if constexpr (Path::kStageScales == 0) {
-    begun();
     if (thread < args.tile_n) {
       write(thread, int4_row_inputs(args.rows, min(n0 + thread, args.n - 1)));
     }
   } else {
-    constexpr int kLanes = kMultiplyThreads<kTokens> / kRows;  // of a row
-    const int own = thread / kLanes;
-    // The lanes of a warp exchange what they find. With two per row a warp has 16 rows, of which tile_n, a
-    // multiple of 8, may leave half; those past the last repeat it.
-    const int row = kLanes >= 4 ? own : min(own, args.tile_n - 1);
+    using Own = OwnRow<kTokens, kRows>;
+    const Own own(args, thread);
     const ScaleShare scales = scale_share<Path, kTokens, kRows>(args, share);
-    const bool words = args.rows.scale_blocks % 4 == 0;
-    if (!args.scale_map && words) copy_scales<4, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
-    const RowFactors factors = row_factors(args.rows, min(n0 + row, args.n - 1));
-    const bool ranged = kMayFlush<Path> && args.rows.scale_range != nullptr;
-    ScaleRange range = {};
-    if (ranged) range = scale_range(args.rows, min(n0 + row, args.n - 1));
-    begun();
     if (args.scale_map) {
       watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
     } else {
-      if (!words) copy_scales<1, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
+      if (args.rows.scale_blocks % 4 != 0) {
+        copy_scales<1, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
+      }
       wait_copies();
       named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
     }
     // The same for a whole warp.
-    if (row < args.tile_n) {
+    if (own.row < args.tile_n) {
       // With two CTAs each may have a base of its own for a row: their sums are scaled before they meet.
-      const Extremes found =
-          ranged ? Extremes{range.most(), range.least()}
-                 : find_extremes<Path::kFormat, kLanes>(args, scales, smem, row, thread % kLanes);
-      RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, factors, found.most);
+      const Extremes found = is_ranged<Path>(args)
+                                 ? Extremes{loads.range.most(), loads.range.least()}
+                                 : find_extremes<Path::kFormat, Own::kLanes>(args, scales, smem, own.row,
+                                                                             thread % Own::kLanes);
+      RowInputs v = row_inputs<Path::kFormat>(args.rows.rounded, loads.factors, found.most);
       if constexpr (kMayFlush<Path>) {
         const bool flushes = typename Path::RowFold(v.base).flushes(found.least);
         v.base = (v.base & 0xFFFF) | flushes << 16;
       }
-      if (thread % kLanes == 0 && (kLanes >= 4 || own < args.tile_n)) write(row, v);
+      if (thread % Own::kLanes == 0 && (Own::kLanes >= 4 || own.own < args.tile_n)) write(own.row, v);
     }
     if (in_last_stage(args)) {
       __syncwarp();
@@ -1123,12 +1148,14 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
 // ---- kernel ----
 
 // With few tokens registers leave room on an SM for a CTA of the quantizer, as many as launch bounds of
-// 1024 threads say (64).
-template <int kTokens>
-constexpr int kRegisterThreads = kTokens <= 16 ? 1024 : kThreads<kTokens>;
+// 1024 threads say (64); with 64 tokens and few rows for one that does not do LoRA-down (80).
+template <int kTokens, int kRows>
+constexpr int kRegisterThreads = kTokens <= 16                  ? 1024
+                                 : kTokens <= 64 && kRows == 32 ? 768
+                                                                : kThreads<kTokens>;
 
 template <class Path, int kTokens, int kRows>
-__global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
+__global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
   using D = Division<Path, kTokens, kRows>;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
@@ -1149,9 +1176,33 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
   // sums, and the load warp arrives behind a fence of its own.
   if (args.splits > 1 && warp != kLoadWarp<kTokens>) cluster_arrive_relaxed();
 
+  // Up to the one barrier that all roles meet at: what must be on its way first.
+  RowLoads loads = {};
   if (warp < kMultiplyWarps<kTokens>) {
-    prepare_rows<Path, kTokens, kRows>(args, smem, share, warp, lane,
-                                        [] { named_barrier_sync(kBegunBarrier, kBegunThreads<kTokens>); });
+    loads = ask_for_rows<Path, kTokens, kRows>(args, smem, share, warp, lane);
+  } else if (warp == kLoadWarp<kTokens>) {
+    if (elect_one()) {
+      prefetch_tensor_map(&args.weight);
+      if (args.scale_map) prefetch_tensor_map(&args.scales);
+      prefetch_tensor_map(&args.act);
+      ring.init(kMultiplyWarps<kTokens>);
+      mbarrier_init(scale_barrier(args, smem), 1);
+      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);
+      mbarrier_init(sum_barrier(args, smem), 1);
+      fence_mbarrier_init();
+      if (args.splits > 1) {
+        mbarrier_arrive_expect_tx(sum_barrier(args, smem),
+                                  peer_bytes<Path, kTokens, kRows>(args, share));
+      }
+      load_early<Path, kTokens, kRows>(args, smem, ring, share);
+    }
+    __syncwarp();
+    if (args.splits > 1) cluster_arrive_relaxed();
+  }
+  __syncthreads();
+
+  if (warp < kMultiplyWarps<kTokens>) {
+    prepare_rows<Path, kTokens, kRows>(args, smem, share, loads, warp, lane);
     const int warpgroup = warp / 4;
     const int group = warpgroup % D::kGroups;
     const int row_unit = warpgroup / D::kGroups * 4 + warp % 4;
@@ -1186,24 +1237,6 @@ __global__ void __launch_bounds__(kRegisterThreads<kTokens>, 1)
     return;
   }
   if (warp == kLoadWarp<kTokens>) {
-    if (elect_one()) {
-      prefetch_tensor_map(&args.weight);
-      if (args.scale_map) prefetch_tensor_map(&args.scales);
-      prefetch_tensor_map(&args.act);
-      ring.init(kMultiplyWarps<kTokens>);
-      mbarrier_init(scale_barrier(args, smem), 1);
-      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);
-      mbarrier_init(sum_barrier(args, smem), 1);
-      fence_mbarrier_init();
-      if (args.splits > 1) {
-        mbarrier_arrive_expect_tx(sum_barrier(args, smem),
-                                  peer_bytes<Path, kTokens, kRows>(args, share));
-      }
-      load_early<Path, kTokens, kRows>(args, smem, ring, share);
-    }
-    __syncwarp();
-    if (args.splits > 1) cluster_arrive_relaxed();
-    named_barrier_sync(kBegunBarrier, kBegunThreads<kTokens>);
     if (elect_one()) load<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
   } else {

@@ -79,15 +79,17 @@ __device__ __forceinline__ void down_ahead(const DownAheadArgs& args, uint32_t s
     fence_async_proxy();
   }
   __syncthreads();
+  float acc[1][kTokens / 2];
   if (thread < kProjectThreads) {
-    float acc[1][kTokens / 2];
     project<1, 1, kTokens>(smem, ring, steps, 0, thread % 32, acc);
-    named_barrier_sync(1, kProjectThreads);
-    store_partial<1, 1, kTokens>(smem, 0, warp, thread % 32, acc);
   } else if (warp == kLoadWarp) {
     if (elect_one()) load_down<1, kTokens>(args, smem, ring, {0, args.m, 0}, args.m, first_step, steps);
     __syncwarp();
   }
+  // The sums are laid over the ring. All threads, though four warps would do: behind a barrier of some,
+  // racecheck takes the next one of all for none.
+  __syncthreads();
+  if (thread < kProjectThreads) store_partial<1, 1, kTokens>(smem, 0, warp, thread % 32, acc);
   __syncthreads();
   // Until then the launch before may be filling what follows is written to.
   grid_dependency_wait();

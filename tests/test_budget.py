@@ -298,6 +298,31 @@ class GroupedDownTest(parameterized.TestCase):
         self.assertEqual(alone.stages, 8 if rank <= 128 else 5)
 
 
+class BesideTest(parameterized.TestCase):
+    """CTAs of quantizer 5 beside those of sm90_decode: 64 K registers and 228 KB are the SM's."""
+
+    @parameterized.parameters(
+        # Registers of the gemm's 640 threads and of the quantizer's 256, by what its CTAs do.
+        (8, 128, 64, 96), (16, 24, 64, 96), (32, 32, 64, 96), (64, 32, 80, None),
+        (32, 40, 96, None), (64, 40, 96, None), (128, 8, None, None),
+    )  # fmt: skip
+    def test_registers(self, tile_m, tile_n, gemm, with_down):
+        beside = [budget.beside_decode(tile_m, tile_n, 4096, down) for down in (True, False)]
+        room = 0 if gemm is None else (65536 - 640 * gemm) // 256
+        self.assertEqual(beside, [with_down is not None and room >= 96, room >= 56])
+        design = budget.DESIGNS["sm90_decode"]
+        # 1 KB of the SM's is reserved for each CTA; 20544 bytes and 32 are the quantizer's.
+        left = 228 * 1024 - design.capacity(targets.get("sm_90"), tile_m) - 1024
+        left += design.spare(tile_m, tile_n)
+        self.assertGreaterEqual(left, 1024 + 20544 if beside[0] else 1056 if beside[1] else 0)
+
+    def test_long_tokens_take_more_registers(self):
+        self.assertTrue(budget.beside_decode(64, 32, 4096, False))
+        self.assertFalse(budget.beside_decode(64, 32, 4104, False))
+        self.assertFalse(budget.beside_decode(32, 32, 4104, True))
+        self.assertTrue(budget.beside_decode(16, 32, 16384, True))
+
+
 class DownAheadTest(parameterized.TestCase):
     """LoRA-down in the decode GEMM's launch: its ring takes what that GEMM's CTAs have."""
 
@@ -322,15 +347,10 @@ class DownAheadTest(parameterized.TestCase):
         self.assertIsNone(budget.down_ahead(problem(m=64, rank=32), 64, 640, short, 132))
 
     def test_128_tokens(self):
-        down = budget.down_ahead(problem(m=65, rank=32), 128, 384, 223872, 132)
+        down = budget.down_ahead(problem(m=65, rank=32), 128, 384, 223872, 67)
         stage = 128 * 128 + 64 * 128
         self.assertEqual((down.stages, down.off_barriers), (9, 9 * stage))
         self.assertEqual((down.rows, down.threads, down.early), (128, 384, 67))
-
-    @parameterized.parameters((64, 132, 68), (17, 132, 115), (64, 60, 0))
-    def test_as_many_begin_early_as_the_quantizer_leaves_sms(self, m, sm_count, early):
-        down = budget.down_ahead(problem(m=m, rank=16), 64, 640, 1 << 17, sm_count)
-        self.assertEqual(down.early, early)
 
 
 if __name__ == "__main__":

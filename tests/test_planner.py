@@ -417,7 +417,8 @@ class Sm90DecodeTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (1, 4096, 2, 8), (1, 4104, 4, 8), (16, 8200, 8, 8), (1, 28672, 8, 16),
-        (17, 4096, 1, 16), (64, 4104, 2, 16), (64, 8200, 4, 16), (64, 28672, 8, 16),
+        (17, 4096, 2, 8), (17, 4104, 2, 16), (64, 4096, 1, 16), (64, 4104, 2, 16),
+        (64, 8200, 4, 16), (64, 28672, 8, 16),
     )  # fmt: skip
     def test_registers_of_the_quantizer_hold_a_token(self, m, k, chunks, warps):
         p = dataclasses.replace(problem(m=m, k=-(-k // 32) * 32, format="mxfp4"), k=k)
@@ -482,11 +483,14 @@ class Sm90DecodeTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, rf"jax_w4a4\.plan: .*{text}"):
             self.solve(**{"m": 64} | changes, forced=({"down_ahead": 4} | forced).items())
 
-    @parameterized.parameters((17, 32, 115), (64, 4096, 68))
-    def test_ffi_attrs_of_down_ahead(self, m, n, early):
+    @parameterized.parameters(
+        (17, 32, 4096, 132), (64, 4096, 4096, 132), (17, 32, 4128, 115), (64, 8192, 8192, 68),
+        (64, 8192, 4096, 68),
+    )  # fmt: skip
+    def test_ffi_attrs_of_down_ahead(self, m, n, k, early):
         """The ring of 64 k, the partial sums over it, barriers behind it; what begins early leaves
-        an SM for each token's CTA of the quantizer."""
-        solved = self.solve(m=m, n=n, forced={"down_ahead": 4}.items())
+        an SM for each token's CTA of the quantizer that does not lie beside the gemm's."""
+        solved = self.solve(m=m, n=n, k=k, forced={"down_ahead": 4}.items())
         attrs = solved.ffi_attrs()
         stages = min(16, solved.smem_bytes // (72 * 128 + 64 * 128 + 16))
         expected = {

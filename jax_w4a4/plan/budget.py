@@ -910,8 +910,8 @@ def quantizer_v1(problem: Problem) -> QuantizerPlan:
 QUANTIZER_SHAPES = ((4, 4), (4, 8), (8, 8), (8, 16))
 
 
-# The same of quantizer 5: CTAs that lie beside the gemm's, and for more than 16 rows, where the
-# gemm's leaves no room for them, larger ones.
+# The same of quantizer 5: CTAs that lie beside the gemm's, and where that leaves no room for them
+# larger ones.
 DECODE_QUANTIZER_SHAPES = ((2, 8), (4, 8), (8, 8), (8, 16))
 DECODE_QUANTIZER_LARGE = ((1, 16), (2, 16), (4, 16), (8, 16))
 
@@ -921,16 +921,34 @@ def decode_down_ranks(warps: int) -> int:
     return 32 if warps > 8 else 16
 
 
-def decode_quantizer(problem: Problem, sm_count: int) -> QuantizerPlan | None:
+def beside_decode(tile_m: int, tile_n: int, k: int, down: bool) -> bool:
+    """Whether CTAs of quantizer 5 lie on an SM beside one of sm90_decode, by their registers.
+
+    Args:
+      down: whether some of them do LoRA-down, which takes 96 registers of each of 256 threads and
+        not 56. The gemm has 640 threads: of 64 up to 16 tokens, and with 32 weight rows of 64 for
+        32 tokens and 80 for 64.
+    """
+    if tile_m <= 16:
+        return True
+    few_rows = tile_m <= 64 and decode_shape(tile_m, tile_n)[0] == 32
+    # Longer tokens would take more registers.
+    return few_rows and k <= 4096 and (tile_m <= 32 or not down)
+
+
+def decode_quantizer(problem: Problem, sm_count: int, beside: bool) -> QuantizerPlan | None:
     """Quantizer 5 (cuda/sm90_decode_quantize.cuh), None where K is too long.
 
     A CTA takes a token, or four share one. With a low-rank branch, clusters of CTAs of the same
     launch take 16 tokens and 16 or 32 ranks and divide K: 16 CTAs where eight would not have all of
     it on its way at once, if the whole launch then runs at once. No dynamic shared memory.
+
+    Args:
+      beside: with CTAs that lie beside the gemm's (`beside_decode`).
     """
     k = problem.k or problem.k_pad
     m = problem.m or 1
-    for chunks, warps in DECODE_QUANTIZER_SHAPES if m <= 16 else DECODE_QUANTIZER_LARGE:
+    for chunks, warps in DECODE_QUANTIZER_SHAPES if beside else DECODE_QUANTIZER_LARGE:
         if k <= 8 * 32 * chunks * warps:
             threads = 32 * warps
             down = None
@@ -992,13 +1010,16 @@ DOWN_AHEAD_LEAST_TILE_M = 32
 
 
 def down_ahead(
-    problem: Problem, tile_m: int, threads: int, smem_bytes: int, sm_count: int
+    problem: Problem, tile_m: int, threads: int, smem_bytes: int, early: int
 ) -> DownPlan | None:
     """LoRA-down by CTAs of sm90_decode's launch (cuda/sm90_decode_down.cuh), which divide K; None
     where their shared memory is not enough.
 
     The ring and the partial sums of sm90_down_v2, for 64 or 128 tokens: as many stages as fit into
     ``smem_bytes`` of the gemm, 16 at most.
+
+    Args:
+      early: SMs that quantizer 5 leaves to CTAs of the gemm's launch.
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
     tokens = 64 if tile_m <= 64 else 128
@@ -1009,8 +1030,6 @@ def down_ahead(
     if stages < 2:
         return None
     assert off >= partial and off % 8 == 0
-    # Quantizer 5 has a CTA of its own for each of that many tokens.
-    early = max(0, sm_count - (problem.m or 1))
     return DownPlan(tokens, 1, stages, threads, off + 16 * stages, off, DOWN_AHEAD_CTAS, early)
 
 
@@ -1274,8 +1293,6 @@ class Design:
       unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
       decode: made for few tokens; the tile holds all of them.
       least_smem: that a launch asks for, so that no second CTA shares an SM.
-      spare_smem: that a launch of ``spare_tiles`` leaves for a CTA of the launch before it, to
-        start early. Other values of tile_m leave it no registers.
       most_weight_bytes: in the ring's stages; None for as many as fit.
     """
 
@@ -1303,8 +1320,6 @@ class Design:
     many_threads: int = 0
     decode: bool = False
     least_smem: int = 0
-    spare_smem: int = 0
-    spare_tiles: tuple[int, ...] = ()
     most_weight_bytes: int | None = None
     scale_atoms: bool = False
     lora_runs: tuple[int, ...] | None = None
@@ -1330,9 +1345,12 @@ class Design:
         reserved = target.smem_per_sm - target.smem_bytes
         return target.smem_per_sm // ctas - reserved
 
-    def spare(self, tile_m: int) -> int:
-        """Of it, what a launch leaves to the launch before it."""
-        return self.spare_smem if tile_m in self.spare_tiles else 0
+    def spare(self, tile_m: int, tile_n: int) -> int:
+        """Of it, what a launch leaves to a CTA of the launch before it, to start early: quantizer 5
+        has up to 20544 bytes with eight warps, 32 without LoRA-down, and 1 KB is reserved."""
+        if not self.decode or not beside_decode(tile_m, tile_n, 0, False):
+            return 0
+        return 1024 + (20544 if beside_decode(tile_m, tile_n, 0, True) else 32)
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""
@@ -1467,9 +1485,6 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 decode=True,
                 # Two CTAs of up to 115712 bytes fit an SM's 228 KB with 1 KB reserved for each.
                 least_smem=115840,
-                # Quantizer 5 has up to 20544 bytes with eight warps, and 1 KB is reserved.
-                spare_smem=21568,
-                spare_tiles=(8, 16),
                 most_weight_bytes=_DECODE_IN_FLIGHT,
             ),
             Design(

@@ -450,7 +450,7 @@ def _solve(
     group_m, why_group = _group_m(design, problem, best, choice)
     promote_k, why_path = _path(design, problem, choice)
     smem = max(smem, design.least_smem)
-    quantizer = _quantizer(design, problem, target, choice)
+    quantizer = _quantizer(design, problem, target, best, choice)
     quantizer = _down_ahead(design, problem, target, best, smem, quantizer, choice)
     down = quantizer.down
     needed = max(quantizer.smem_bytes, down.smem_bytes if down else 0)
@@ -567,7 +567,7 @@ def _grouped_design(
         precision = f" with precision={problem.precision!r}" if problem.precision else ""
         why = f"{problem.format} in blocks of {problem.block_size}{precision} is not built for it"
     if why is None:
-        quantizer = _token_quantizer(problem, target, 2)
+        quantizer = _token_quantizer(problem, target, None, 2)
         why = quantizer if isinstance(quantizer, str) else None
     if why is not None:
         raise NotImplementedError(
@@ -768,7 +768,7 @@ _WHY_NOT = {
 
 
 def _quantizer(
-    design: Design, problem: Problem, target: Target, forced: dict[str, int]
+    design: Design, problem: Problem, target: Target, best: Config, forced: dict[str, int]
 ) -> QuantizerPlan:
     """The activation quantizer's launch, with the reason where there is a choice."""
     asked = forced.get("quantizer")
@@ -784,7 +784,7 @@ def _quantizer(
         kernel = 4 if design.scale_atoms else 3 if problem.n == 0 else None
         if kernel is None or not design.code:
             return budget.quantizer_v1(problem)
-        why = _token_quantizer(problem, target, kernel)
+        why = _token_quantizer(problem, target, best, kernel)
         if asked is None and isinstance(why, QuantizerPlan):
             return why
         if kernel == 3:
@@ -797,7 +797,7 @@ def _quantizer(
     if asked == 5 and not design.decode:
         raise ValueError("jax_w4a4.plan: quantizer 5 belongs to sm90_decode")
     kernel = asked if asked in (2, 5) else 5 if design.decode else 2
-    found = _token_quantizer(problem, target, kernel)
+    found = _token_quantizer(problem, target, best, kernel)
     if isinstance(found, QuantizerPlan) and asked != 1:
         return found
     if design.grouped:
@@ -813,14 +813,18 @@ def _quantizer(
     )
 
 
-def _token_quantizer(problem: Problem, target: Target, kernel: int) -> QuantizerPlan | str:
-    """Launches of quantizer 2 to 5, or why there are none."""
+def _token_quantizer(
+    problem: Problem, target: Target, best: Config | None, kernel: int
+) -> QuantizerPlan | str:
+    """Launches of quantizer 2 to 5, or why there are none. `best`: the gemm's, for quantizer 5."""
     k = problem.k or problem.k_pad
     name = f"quantizer {kernel}"
     if k % 8:
         return f"{name} loads rows of whole 16 bytes, K is {k}"
     if kernel == 5:
-        plan = budget.decode_quantizer(problem, target.sm_count)
+        assert best is not None
+        beside = budget.beside_decode(best.tile_m, best.tile_n, k, problem.rank > 0)
+        plan = budget.decode_quantizer(problem, target.sm_count, beside)
     else:
         plan = budget.token_quantizer(problem, kernel)
     if plan is None:
@@ -877,8 +881,14 @@ def _down_ahead(
     why = _ahead_lacks(design, problem, best, quantizer)
     down = None
     if why is None:
+        # Without LoRA-down its CTAs may lie beside the gemm's; else each has an SM of its own.
+        alone = _token_quantizer(dataclasses.replace(problem, rank=0), target, best, 5)
+        assert isinstance(alone, QuantizerPlan), alone
+        k = problem.k or problem.k_pad
+        beside = budget.beside_decode(best.tile_m, best.tile_n, k, False)
+        early = max(0, target.sm_count - (0 if beside else problem.m or 1))
         threads = design.threads_of(best.tile_m)
-        down = budget.down_ahead(problem, best.tile_m, threads, smem, target.sm_count)
+        down = budget.down_ahead(problem, best.tile_m, threads, smem, early)
         why = "the gemm's shared memory is not enough" if down is None else None
     if why is None and asked is None:
         why = _ahead_loses(design, problem, target, best)
@@ -886,9 +896,8 @@ def _down_ahead(
         if asked:
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
-    head = quantizer.why.partition("; LoRA-down")[0]
     text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
-    return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
+    return dataclasses.replace(alone, down=down, why=f"{alone.why}; {text}")
 
 
 def _ahead_lacks(
@@ -1040,7 +1049,8 @@ def _fit(
         return _smem(design, problem, target, dataclasses.replace(config, **changes))
 
     most = design.max_main_stages
-    capacity = design.capacity(target, config.tile_m) - design.spare(config.tile_m)
+    capacity = design.capacity(target, config.tile_m)
+    capacity -= design.spare(config.tile_m, config.tile_n)
     if "main_stages" in forced:
         main = forced["main_stages"]
         if most is not None and main > most:
@@ -1284,7 +1294,7 @@ def _why_main(
             return (
                 f"{name}: {best.main_stages * weight} B of weights in flight per SM, more is slower"
             )
-    capacity -= design.spare(best.tile_m)
+    capacity -= design.spare(best.tile_m, best.tile_n)
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before
