@@ -9,31 +9,26 @@
 namespace jax_w4a4 {
 namespace sm90 {
 // One per path, in files that CMake writes.
-const void* decode_quantize_kernel_Mxfp4(Source source, int chunks, int warps,
-                                    bool down);
-const void* decode_quantize_kernel_Nvfp4(Source source, int chunks, int warps,
-                                    bool down);
-const void* decode_quantize_kernel_Nvfp4Rounded(Source source, int chunks, int warps,
-                                    bool down);
-const void* decode_quantize_kernel_Int4Row(Source source, int chunks, int warps,
-                                    bool down);
+const void* decode_quantize_kernel_Mxfp4(Source source, int chunks, int warps);
+const void* decode_quantize_kernel_Nvfp4(Source source, int chunks, int warps);
+const void* decode_quantize_kernel_Nvfp4Rounded(Source source, int chunks, int warps);
+const void* decode_quantize_kernel_Int4Row(Source source, int chunks, int warps);
 }  // namespace sm90
 
 namespace {
 
 int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps,
-                   bool down) {
+const void* Kernel(GemmV2Path path, sm90::Source source, int chunks, int warps) {
   switch (GemmV2ActPath(path)) {
     case GemmV2Path::kMxfp4:
-      return sm90::decode_quantize_kernel_Mxfp4(source, chunks, warps, down);
+      return sm90::decode_quantize_kernel_Mxfp4(source, chunks, warps);
     case GemmV2Path::kNvfp4:
-      return sm90::decode_quantize_kernel_Nvfp4(source, chunks, warps, down);
+      return sm90::decode_quantize_kernel_Nvfp4(source, chunks, warps);
     case GemmV2Path::kNvfp4Rounded:
-      return sm90::decode_quantize_kernel_Nvfp4Rounded(source, chunks, warps, down);
+      return sm90::decode_quantize_kernel_Nvfp4Rounded(source, chunks, warps);
     case GemmV2Path::kInt4Row:
-      return sm90::decode_quantize_kernel_Int4Row(source, chunks, warps, down);
+      return sm90::decode_quantize_kernel_Int4Row(source, chunks, warps);
     default:
       return nullptr;
   }
@@ -48,9 +43,7 @@ int LogShared(const DecodeQuantizeParams& p) {
 
 int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
                          int device, cudaStream_t stream) {
-  const bool has_down = p.rank > 0 && p.down_sums == nullptr;
-  const void* kernel = Kernel(path, sm90::source_of(p), p.chunks, p.warps,
-                              has_down || !HasQuantizerAlone(p.chunks, p.warps));
+  const void* kernel = Kernel(path, sm90::source_of(p), p.chunks, p.warps);
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   PreferShared(kernel, device);
   sm90::QuantizeV2Args a = {};
@@ -71,7 +64,7 @@ int LaunchDecodeQuantize(GemmV2Path path, const DecodeQuantizeParams& p,
   // x: the cluster; y: tiles of ranks; z: tiles of tokens, then the quantizer.
   dim3 grid(1, 1, static_cast<unsigned>(ctas));
   down.sums = static_cast<float*>(p.down_sums);
-  if (has_down) {
+  if (p.rank > 0 && p.down_sums == nullptr) {
     if (int code = AllowCluster(kernel, device, p.down_cluster);
         code != cudaSuccess) {
       return code;

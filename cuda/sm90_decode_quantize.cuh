@@ -250,8 +250,8 @@ __device__ __forceinline__ bool past_end(const TokenArgs&, const SharedPlace&, i
 // ---- kernel ----
 
 // Threads that an SM's registers must have room for, where a token needs no more than that leaves. Eight
-// warps lie beside the GEMM's CTA: 96 registers for each of 256 threads beside 64 for each of 640; of sixteen
-// there are two CTAs.
+// warps lie beside the GEMM's CTA for few tokens, 96 registers for each of 256 threads beside 64 for each
+// of 640; of sixteen there are two CTAs.
 template <Source kSource, int kChunks, int kWarps>
 constexpr int kFewRegisterThreads =
     kSource == Source::kAny || (kSource == Source::kBf16 ? kChunks * kWarps >= 64 || kWarps > 8
@@ -259,26 +259,19 @@ constexpr int kFewRegisterThreads =
         ? 32 * kWarps
     : kWarps > 8 ? 1024
                  : 640;
-// Without LoRA-down 56 registers, beside 80 for each of 640 threads.
-constexpr int kAloneRegisterThreads = 384, kAloneCtas = 3;
 
-// kDown: whether some of the CTAs do LoRA-down.
-template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps, bool kDown>
-__global__ void __launch_bounds__(
-    (kDown ? kFewRegisterThreads<kSource, kChunks, kWarps> : kAloneRegisterThreads),
-    (kDown ? 1 : kAloneCtas))
+template <GemmV2Path kPath, Source kSource, int kChunks, int kWarps>
+__global__ void __launch_bounds__((kFewRegisterThreads<kSource, kChunks, kWarps>), 1)
     decode_quantize_kernel(const __grid_constant__ FewDownArgs down,
                            const __grid_constant__ QuantizeV2Args args) {
+  __shared__ FewDownSmem<kWarps> smem;
   __shared__ uint32_t slots[kWarps];
   // At once: the GEMM's CTAs take longer to ask for their weights than these for what they read.
   grid_dependency_launch();
   const int z = static_cast<int>(blockIdx.z) - down.token_tiles;
-  if constexpr (kDown) {
-    __shared__ FewDownSmem<kWarps> smem;
-    if (z < 0) {
-      down_few<kChunks>(down, smem);
-      return;
-    }
+  if (z < 0) {
+    down_few<kChunks>(down, smem);
+    return;
   }
   const int index = (z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int token = index >> down.log_shared;

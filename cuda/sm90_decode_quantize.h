@@ -29,11 +29,6 @@ constexpr bool HasDecodeQuantizer(int64_t chunks, int64_t warps) {
           (chunks == 1 || chunks == 2 || chunks == 4 || chunks == 8));
 }
 
-// Of them there is one without LoRA-down, whose registers lie beside more of the GEMM's.
-constexpr bool HasQuantizerAlone(int64_t chunks, int64_t warps) {
-  return warps == 8 && chunks == 2;
-}
-
 struct DecodeQuantizeParams : TokenParams {
   void* act;              // (m, GemmV2ActBytes), private layout of GEMM v2
   float* token_scale;     // (m,), paths that have one

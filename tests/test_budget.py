@@ -302,25 +302,22 @@ class BesideTest(parameterized.TestCase):
     """CTAs of quantizer 5 beside those of sm90_decode: 64 K registers and 228 KB are the SM's."""
 
     @parameterized.parameters(
-        # Registers of the gemm's 640 threads and of the quantizer's 256, by what its CTAs do.
-        (8, 128, 64, 96), (16, 24, 64, 96), (32, 32, 64, 96), (64, 32, 80, None),
-        (32, 40, 96, None), (64, 40, 96, None), (128, 8, None, None),
+        # Registers of the gemm's 640 threads (or 384); the quantizer has 96 for each of 256.
+        (8, 128, 64), (16, 24, 64), (32, 32, 64), (64, 32, 96), (32, 40, 96), (64, 40, 96),
     )  # fmt: skip
-    def test_registers(self, tile_m, tile_n, gemm, with_down):
-        beside = [budget.beside_decode(tile_m, tile_n, 4096, down) for down in (True, False)]
-        room = 0 if gemm is None else (65536 - 640 * gemm) // 256
-        self.assertEqual(beside, [with_down is not None and room >= 96, room >= 56])
+    def test_registers_and_shared_memory(self, tile_m, tile_n, gemm):
+        beside = budget.beside_decode(tile_m, tile_n, 4096)
+        self.assertEqual(beside, 640 * gemm + 256 * 96 <= 65536)
         design = budget.DESIGNS["sm90_decode"]
-        # 1 KB of the SM's is reserved for each CTA; 20544 bytes and 32 are the quantizer's.
+        # 1 KB of the SM's is reserved for each CTA; 20544 bytes are the quantizer's.
         left = 228 * 1024 - design.capacity(targets.get("sm_90"), tile_m) - 1024
         left += design.spare(tile_m, tile_n)
-        self.assertGreaterEqual(left, 1024 + 20544 if beside[0] else 1056 if beside[1] else 0)
+        self.assertGreaterEqual(left, 1024 + 20544 if beside else 0)
 
     def test_long_tokens_take_more_registers(self):
-        self.assertTrue(budget.beside_decode(64, 32, 4096, False))
-        self.assertFalse(budget.beside_decode(64, 32, 4104, False))
-        self.assertFalse(budget.beside_decode(32, 32, 4104, True))
-        self.assertTrue(budget.beside_decode(16, 32, 16384, True))
+        self.assertTrue(budget.beside_decode(32, 32, 4096))
+        self.assertFalse(budget.beside_decode(32, 32, 4104))
+        self.assertTrue(budget.beside_decode(16, 32, 16384))
 
 
 class DownAheadTest(parameterized.TestCase):

@@ -921,19 +921,13 @@ def decode_down_ranks(warps: int) -> int:
     return 32 if warps > 8 else 16
 
 
-def beside_decode(tile_m: int, tile_n: int, k: int, down: bool) -> bool:
-    """Whether CTAs of quantizer 5 lie on an SM beside one of sm90_decode, by their registers.
-
-    Args:
-      down: whether some of them do LoRA-down, which takes 96 registers of each of 256 threads and
-        not 56. The gemm has 640 threads: of 64 up to 16 tokens, and with 32 weight rows of 64 for
-        32 tokens and 80 for 64.
-    """
+def beside_decode(tile_m: int, tile_n: int, k: int) -> bool:
+    """Whether CTAs of quantizer 5, of 256 threads and 96 registers each, lie on an SM beside one of
+    sm90_decode: where that has 64 registers for each of its 640 threads."""
     if tile_m <= 16:
         return True
-    few_rows = tile_m <= 64 and decode_shape(tile_m, tile_n)[0] == 32
     # Longer tokens would take more registers.
-    return few_rows and k <= 4096 and (tile_m <= 32 or not down)
+    return tile_m == 32 and decode_shape(tile_m, tile_n)[0] == 32 and k <= 4096
 
 
 def decode_quantizer(problem: Problem, sm_count: int, beside: bool) -> QuantizerPlan | None:
@@ -1347,10 +1341,8 @@ class Design:
 
     def spare(self, tile_m: int, tile_n: int) -> int:
         """Of it, what a launch leaves to a CTA of the launch before it, to start early: quantizer 5
-        has up to 20544 bytes with eight warps, 32 without LoRA-down, and 1 KB is reserved."""
-        if not self.decode or not beside_decode(tile_m, tile_n, 0, False):
-            return 0
-        return 1024 + (20544 if beside_decode(tile_m, tile_n, 0, True) else 32)
+        has up to 20544 bytes with eight warps, and 1 KB is reserved."""
+        return 1024 + 20544 if self.decode and beside_decode(tile_m, tile_n, 0) else 0
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""

@@ -823,7 +823,7 @@ def _token_quantizer(
         return f"{name} loads rows of whole 16 bytes, K is {k}"
     if kernel == 5:
         assert best is not None
-        beside = budget.beside_decode(best.tile_m, best.tile_n, k, problem.rank > 0)
+        beside = budget.beside_decode(best.tile_m, best.tile_n, k)
         plan = budget.decode_quantizer(problem, target.sm_count, beside)
     else:
         plan = budget.token_quantizer(problem, kernel)
@@ -881,11 +881,9 @@ def _down_ahead(
     why = _ahead_lacks(design, problem, best, quantizer)
     down = None
     if why is None:
-        # Without LoRA-down its CTAs may lie beside the gemm's; else each has an SM of its own.
-        alone = _token_quantizer(dataclasses.replace(problem, rank=0), target, best, 5)
-        assert isinstance(alone, QuantizerPlan), alone
+        # A CTA of the quantizer that does not lie beside the gemm's has an SM of its own.
         k = problem.k or problem.k_pad
-        beside = budget.beside_decode(best.tile_m, best.tile_n, k, False)
+        beside = budget.beside_decode(best.tile_m, best.tile_n, k)
         early = max(0, target.sm_count - (0 if beside else problem.m or 1))
         threads = design.threads_of(best.tile_m)
         down = budget.down_ahead(problem, best.tile_m, threads, smem, early)
@@ -897,7 +895,8 @@ def _down_ahead(
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
     text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
-    return dataclasses.replace(alone, down=down, why=f"{alone.why}; {text}")
+    head = quantizer.why.partition("; LoRA-down")[0]
+    return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
 
 
 def _ahead_lacks(
