@@ -556,14 +556,14 @@ class PlanCase(HostTest):
             **kw,
         )
 
-    def compile(self, plan_attrs, spec_attrs, rank=32):
-        def f(lora_up):
+    def compile(self, plan_attrs, spec_attrs, rank=32, m=64):
+        def f(*operands):
             call = jax.ffi.ffi_call("jax_w4a4_test_plan", jax.ShapeDtypeStruct((), jnp.float32))
-            return call(lora_up, plan=dict(plan_attrs), spec=dict(spec_attrs))
+            return call(*operands, plan=dict(plan_attrs), spec=dict(spec_attrs))
 
-        lora_up = jnp.zeros((300, rank), jnp.bfloat16)
-        compiled = jax.jit(f).lower(lora_up).compile()
-        return lambda: jax.block_until_ready(compiled(lora_up))
+        operands = jnp.zeros((300, rank), jnp.bfloat16), jnp.zeros(m, jnp.bfloat16)
+        compiled = jax.jit(f).lower(*operands).compile()
+        return lambda: jax.block_until_ready(compiled(*operands))
 
 
 class PlanChecks(PlanCase):

@@ -369,7 +369,8 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertGreater(turn, whole)
 
     @parameterized.parameters(
-        ({"m": 129}, "129 rows, it takes 1 to 128"),
+        ({"m": 129}, "129 rows in 2 tiles of 128, which was not measured"),
+        ({"m": 512}, "512 rows in 4 tiles of 128, which was not measured"),
         ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
         ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
         ({"out_dtype": "float32"}, "the result is float32"),
@@ -398,7 +399,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(few.kernel, "sm90_decode")
 
     @parameterized.parameters(
-        {"m": 129}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
+        {"m": 513}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
     )  # fmt: skip
     def test_forced_on_what_it_lacks(self, **changes):
         with self.assertRaisesRegex(NotImplementedError, "sm90_decode cannot take this problem"):
