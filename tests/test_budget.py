@@ -310,6 +310,22 @@ class DownAheadTest(parameterized.TestCase):
         self.assertEqual((down.stages, down.off_barriers), (9, 9 * stage))
         self.assertEqual((down.rows, down.threads, down.early), (128, 384, 67))
 
+    @parameterized.parameters((129, 3), (256, 0))
+    def test_256_tokens(self, m, early):
+        down = budget.down_ahead(problem(m=m, rank=32), 128, 384, 223872, 132)
+        stage = 256 * 128 + 64 * 128
+        self.assertEqual((down.stages, down.off_barriers), (5, 5 * stage))
+        self.assertEqual((down.rows, down.threads), (256, 384))
+        self.assertEqual(down.early, early)
+
+    def test_256_tokens_need_two_stages(self):
+        stage = 256 * 128 + 64 * 128
+        self.assertEqual(
+            [budget.down_ahead(problem(m=129, rank=32), 128, 384, smem, 132) is None
+             for smem in (2 * stage + 31, 2 * stage + 32)],
+            [True, False],
+        )  # fmt: skip
+
     @parameterized.parameters((64, 132, 68), (17, 132, 115), (64, 60, 0))
     def test_as_many_begin_early_as_the_quantizer_leaves_sms(self, m, sm_count, early):
         down = budget.down_ahead(problem(m=m, rank=16), 64, 640, 1 << 17, sm_count)

@@ -1219,9 +1219,9 @@ def _why_stream(design: Design, problem: Problem, best: _Candidate) -> tuple[str
     moved = budget.decode_cta_bytes(problem, config) // config.tile_n * config.cluster * problem.n
     shares = "" if config.cluster == 1 else f"; {config.cluster} CTAs divide K"
     tiles = -(-(problem.m or 1) // config.tile_m)
-    readers = "" if tiles == 1 else f", read by each of {tiles} tiles of tokens, the first from memory"
+    readers = f", read by each of {tiles} tiles of tokens, the first from memory"
     return (
-        f"{moved / 1e6:.1f} MB of weights and scales{readers}, "
+        f"{moved / 1e6:.1f} MB of weights and scales{readers if tiles > 1 else ''}, "
         f"{moved / best.cost / 1e12:.2f} TB/s computed{shares}",
     )
 

@@ -617,11 +617,7 @@ MUTANTS = (
        "DeadlockError cells UninitializedError",
        (AHEAD, "i < kDownAheadRank / 4 * args.m; i += kThreads",
         "i < kDownAheadRank / 4 * min(args.m, 128); i += kThreads"), **_128),
-    _m("decode: the first tile's word of lora_act for all, and no look", "protocol", SEVERAL_AHEAD,
-       "cells",
-       (DECODE, "args.lora_act + number_of<kTokens>(share, 0) * args.rank) != kNotYet", "args.lora_act) != kNotYet"),
-       (DECODE, "    watched_look(args, RingName::kDecodeLoraAct, look);", "    look();"), **_128),
-    _m("decode: what is to come of 256 tokens in slots of 128", "account", SEVERAL_AHEAD,
+    _m("decode: barriers of LoRA-down behind stages of 128 tokens, not 256", "account", SEVERAL_AHEAD,
        "ProtocolError RaceError OutOfBoundsError DeadlockError",
        attrs={"off_down_barriers": lambda v: 3 * (128 * 128 + 64 * 128)}, **_128),
     # ---- the launch before it ----
