@@ -576,8 +576,8 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t m, int64_t rank) {
     return Precondition(
         "plan gives LoRA-down ", p.down_ahead,
         " CTAs of the gemm's launch of tile_m ", p.tile_m, " for ", m,
-        " rows in clusters of ", p.down_cluster, ", ", p.down_stages, " stages, barriers at ",
-        p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
+        " rows in clusters of ", p.down_cluster, ", ", p.down_stages,
+        " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
         p.smem_bytes, " bytes at rank ", rank, "; it needs ", kDownAheadCtas,
         " of tile_m ", kDownAheadLeastTileM, " and more for up to ",
         kDownAheadMostTokens, " rows, cluster 1, 2..",
