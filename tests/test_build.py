@@ -1246,6 +1246,13 @@ class PtxasGate(parameterized.TestCase):
         codes = {name: int(code) for name, code in re.findall(r"k(\w+) = (\d+)", body)}
         self.assertEqual(codes, {p.name: p.code for p in plan.budget.V2_PATHS.values()})
 
+    def test_most_tokens_of_a_launch_are_those_of_the_planner(self):
+        text = (ROOT / "cuda" / "sm90_decode.h").read_text()
+        found = {name: int(value) for name, value in re.findall(r"int (k\w+) = (\d+);", text)}
+        self.assertEqual(found["kDecodeMostTileM"], plan.budget.DECODE_TOKENS[-1])
+        self.assertEqual(found["kDecodeMostTokens"], plan.budget.DECODE_MOST_TOKENS)
+        self.assertEqual(found["kDownAheadMostTokens"], plan.budget.DOWN_AHEAD_MOST_TOKENS)
+
     def test_compiled_tiles_are_those_of_the_planner(self):
         paths = plan.budget.V2_PATHS.values()
         self.assertEqual({p.name: sorted(p.tiles) for p in paths}, compiled_tiles())
