@@ -17,6 +17,9 @@ kernel, which reads the results, is among them.
 Large layers of many rows run into the chip's power limit. `--cool` adds what they take at the clock
 of a GPU that idled before ("cool_us"), as between the other parts of a model.
 
+`--implementations` times each layer once for each of these kernels, side by side, instead of with
+what the planner takes; a kernel that can't run a shape is an error of that row.
+
 `--crossover` times M = 1 .. 8192 on three shapes instead (bench/plot.py draws the result).
 
 In such a stack the results of all layers stay until a small kernel has read an element of each.
@@ -41,6 +44,7 @@ import jax.numpy as jnp
 
 import jax_w4a4
 from jax_w4a4 import _ffi
+from jax_w4a4.primitives import IMPLEMENTATIONS, KERNELS
 
 from . import cases, peers, timing
 from .__main__ import environment
@@ -143,13 +147,24 @@ def peer(build: Callable[..., timing.Chain], shape: Shape, layers: int, turns: i
 Builder = Callable[[Shape, int, int], timing.Chain]
 
 
-def routes(layers: list[cases.Layer], chained: bool = False) -> Iterator[tuple[str, Builder]]:
+def named(layers: list[cases.Layer], implementations: list[str]) -> dict[str, cases.Layer]:
+    """Our routes: the layers as `matmul` runs them, or each once for every implementation."""
+    return {
+        f"matmul {layer.name}{name and ' ' + name}": dataclasses.replace(
+            layer, matmul=layer.matmul | ({"implementation": name} if name else {})
+        )
+        for layer in layers
+        for name in implementations or ("",)
+    }
+
+
+def routes(layers: dict[str, cases.Layer], chained: bool = False) -> Iterator[tuple[str, Builder]]:
     yield cases.BASE, functools.partial(xla_bf16, chained=chained)
     for name, build in () if chained else peers.routes():
         if name in ("torch bf16", "humming w4a8 mxfp4"):
             yield f"{name}, graph", functools.partial(peer, build)
-    for layer in layers:
-        yield f"matmul {layer.name}", functools.partial(ours, layer, chained=chained)
+    for name, layer in layers.items():
+        yield name, functools.partial(ours, layer, chained=chained)
 
 
 def describe(layer: cases.Layer, shape: Shape) -> str:
@@ -231,6 +246,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
     names = [layer.name for layer in cases.LAYERS]
     parser.add_argument("--layers", nargs="+", choices=names, default=["mxfp4"])
+    parser.add_argument(
+        "--implementations", nargs="+", choices=(*filter(None, IMPLEMENTATIONS), *KERNELS),
+        default=[], metavar="NAME", help="of matmul, side by side: sm90_decode sm90_v2",
+    )  # fmt: skip
     parser.add_argument("--linear", action="store_true", help="weights as quantize returns them")
     parser.add_argument("--shapes", nargs="+", help="KxN")
     parser.add_argument("--rows", nargs="+", type=int, help="values of M")
@@ -259,9 +278,10 @@ def main(argv: list[str] | None = None) -> int:
     by_name = {
         layer.name: layer if args.linear else cases.prepared(layer) for layer in cases.LAYERS
     }
+    layers = named([by_name[name] for name in args.layers], args.implementations)
     todo = [
         (name, build)
-        for name, build in routes([by_name[name] for name in args.layers], args.chain)
+        for name, build in routes(layers, args.chain)
         if not any(part in name for part in args.skip)
     ]
     results = []
@@ -276,11 +296,12 @@ def main(argv: list[str] | None = None) -> int:
                     base = row["us"] if name == cases.BASE else base
                     if base:
                         row["speedup_vs_xla_bf16"] = base / row["us"]
-                if name.startswith("matmul "):
-                    layer = by_name[name.removeprefix("matmul ")]
+                if (layer := layers.get(name)) is not None:
+                    row["prepared"] = layer.prepared
+                if layer is not None and "error" not in row:
                     shapes_of = in_turn(shape) if args.chain else (shape,)
                     plans = filter(None, (describe(layer, each) for each in shapes_of))
-                    row |= {"prepared": layer.prepared, "plan": " + ".join(plans)}
+                    row["plan"] = " + ".join(plans)
                 results.append(row)
                 print(line(row), flush=True)
             if args.json:

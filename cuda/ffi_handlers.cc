@@ -308,7 +308,7 @@ Error CheckQuantize(const QuantizeBuffers& b, const PlanAttrs& plan,
       Check("packed", b.packed, {DataType::U8}, {m, spec.k_pad / 2}));
   W4A4_RETURN_IF_ERROR(CheckScales("scales", b.scales, m, spec));
   W4A4_RETURN_IF_ERROR(Check("lora_act", b.lora_act, kFloats, {m, rank}));
-  return CheckQuantizer(plan, spec, rank);
+  return CheckQuantizer(plan, spec, m, rank);
 }
 
 Error Quantize(cudaStream_t stream, const QuantizeBuffers& b,
@@ -671,11 +671,12 @@ Error Decode(cudaStream_t stream, const QuantizeBuffers* q,
   }
 
   const int tile_m = static_cast<int>(plan.tile_m);
-  if (p.m > tile_m) {
+  if (p.m > DecodeMostTokens(tile_m)) {
     return Error(ErrorCode::kFailedPrecondition,
-                 "jax_w4a4: kernel sm90_decode takes up to tile_m=" +
-                     std::to_string(tile_m) + " rows, got " +
-                     std::to_string(p.m));
+                 "jax_w4a4: kernel sm90_decode takes up to " +
+                     std::to_string(DecodeMostTokens(tile_m)) +
+                     " rows in tiles of tile_m=" + std::to_string(tile_m) +
+                     ", got " + std::to_string(p.m));
   }
   const LaunchResult done =
       LaunchDecode(plan.V2Path(), tile_m, p,
@@ -724,7 +725,7 @@ Error CheckFused(const QuantizeBuffers& q, const GemmBuffers& g,
   W4A4_RETURN_IF_ERROR(CheckOptional("bias", g.bias, n));
   W4A4_RETURN_IF_ERROR(CheckRange(g.scale_range, n));
   W4A4_RETURN_IF_ERROR(Check("result", g.out, kFloats, {m, n}));
-  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
+  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, m, rank));
   return CheckGemmRegions(plan, spec, rank);
 }
 
@@ -977,7 +978,7 @@ Error CheckGrouped(const GroupedBuffers& b, const PlanAttrs& plan,
   W4A4_RETURN_IF_ERROR(
       Check("table", b.table, {DataType::S32},
             {GroupedTableEntries(m, groups, tile_m), kGroupedEntryInts}));
-  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, rank));
+  W4A4_RETURN_IF_ERROR(CheckQuantizer(plan, spec, m, rank));
   return CheckGemmRegions(plan, spec, rank);
 }
 

@@ -563,11 +563,11 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
 }
 
 // LoRA-down in the launch of sm90_decode.
-ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
-  const int64_t ring = DownAheadStageBytes(p.tile_m) * p.down_stages;
-  const int64_t partial = DownAheadPartialBytes(p.tile_m);
+ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t m, int64_t rank) {
+  const int64_t ring = DownAheadStageBytes(p.tile_m, m) * p.down_stages;
+  const int64_t partial = DownAheadPartialBytes(p.tile_m, m);
   if (p.down_ahead != kDownAheadCtas || rank < 1 || rank > kDownAheadRank ||
-      p.tile_m < kDownAheadLeastTileM ||
+      p.tile_m < kDownAheadLeastTileM || m > kDownAheadMostTokens ||
       p.down_cluster != 1 || p.down_stages < 2 ||
       p.down_stages > kDownAheadMaxStages || p.off_down_barriers % 8 != 0 ||
       p.off_down_barriers < std::max(ring, partial) ||
@@ -575,11 +575,12 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
       p.down_smem_bytes > p.smem_bytes) {
     return Precondition(
         "plan gives LoRA-down ", p.down_ahead,
-        " CTAs of the gemm's launch of tile_m ", p.tile_m, " in clusters of ",
-        p.down_cluster, ", ", p.down_stages, " stages, barriers at ",
-        p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
+        " CTAs of the gemm's launch of tile_m ", p.tile_m, " for ", m,
+        " rows in clusters of ", p.down_cluster, ", ", p.down_stages,
+        " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
         p.smem_bytes, " bytes at rank ", rank, "; it needs ", kDownAheadCtas,
-        " of tile_m ", kDownAheadLeastTileM, " and more, cluster 1, 2..",
+        " of tile_m ", kDownAheadLeastTileM, " and more for up to ",
+        kDownAheadMostTokens, " rows, cluster 1, 2..",
         kDownAheadMaxStages, " stages, barriers behind ", ring,
         " bytes of ring and ", partial,
         " of partial sums, rank up to ", kDownAheadRank);
@@ -589,7 +590,7 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t rank) {
 
 // Quantizer 5: like them, LoRA-down in the same launch or in the gemm's.
 ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
-                                int64_t rank) {
+                                int64_t m, int64_t rank) {
   if (!p.IsDecode() || s.k % 8 != 0 || rank % 16 != 0 ||
       rank > kGemmV2MaxRank || (rank > 0 && s.lora_smoothed != 0)) {
     return Precondition(
@@ -615,12 +616,12 @@ ffi::Error CheckDecodeQuantizer(const PlanAttrs& p, const SpecAttrs& s,
         "one chunk, no dynamic shared memory, cluster ",
         rank > 0 ? "8 or 16" : "0");
   }
-  return p.down_ahead == 0 ? ffi::Error::Success() : CheckDownAhead(p, rank);
+  return p.down_ahead == 0 ? ffi::Error::Success() : CheckDownAhead(p, m, rank);
 }
 
 }  // namespace
 
-ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
+ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s, int64_t m,
                           int64_t rank) {
   if (p.down_ahead != 0 && !p.QuantizerIsDecode()) {
     return Precondition("plan gives LoRA-down ", p.down_ahead,
@@ -630,7 +631,7 @@ ffi::Error CheckQuantizer(const PlanAttrs& p, const SpecAttrs& s,
   if (p.QuantizerIsV2() || p.QuantizerIsPublic() || p.QuantizerIsSm100()) {
     return CheckTokenQuantizer(p, s, rank);
   }
-  if (p.QuantizerIsDecode()) return CheckDecodeQuantizer(p, s, rank);
+  if (p.QuantizerIsDecode()) return CheckDecodeQuantizer(p, s, m, rank);
   const int64_t needed = QuantizeSmemBytes(rank > 0);
   if (p.q_kernel != static_cast<int64_t>(QuantizerId::kV1) ||
       p.q_rows != kQuantizeRows || p.q_chunk_k != kQuantizeChunk ||

@@ -108,9 +108,10 @@ xla::ffi::Error CheckAttrs(const PlanAttrs& plan, const SpecAttrs& spec);
 xla::ffi::Error CheckGemmRegions(const PlanAttrs& plan, const SpecAttrs& spec,
                                  int64_t rank);
 
-// Whether the quantizer part of the plan is what its quantizer kernel uses.
+// Whether the quantizer part of the plan is what its quantizer kernel uses for
+// m rows.
 xla::ffi::Error CheckQuantizer(const PlanAttrs& plan, const SpecAttrs& spec,
-                               int64_t rank);
+                               int64_t m, int64_t rank);
 
 // Shared-memory layout of a plan that passed CheckGemmRegions.
 GemmSmem GetGemmSmem(const PlanAttrs& plan);

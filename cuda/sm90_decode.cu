@@ -51,6 +51,7 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   a.splits = p.splits;
   a.rank = p.rank;
   a.tile_n = p.tile_n;
+  a.token_tiles = static_cast<int>(DecodeTokenTiles(p.m, tile_m));
   a.stages = p.stages;
   a.stage_bytes = p.smem.stage_bytes;
   a.off_act = p.smem.act;
@@ -108,7 +109,8 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
   cudaLaunchAttribute attributes[2] = {ClusterAttribute(p.splits), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const int tiles = static_cast<int>((p.n + p.tile_n - 1) / p.tile_n);
+  const int tiles =
+      a.token_tiles * static_cast<int>((p.n + p.tile_n - 1) / p.tile_n);
   const int grid = tiles * p.splits + a.down.ctas;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);

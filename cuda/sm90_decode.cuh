@@ -1,7 +1,9 @@
-// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 128,
-// bound by reading W. One CTA per SM takes 8 to 128 weight rows, all tokens and all of K; the number of
-// rows makes about as many CTAs as there are SMs. Where N is too small for that a cluster of two CTAs
-// shares the rows and divides K.
+// Decode GEMM for Hopper: Y[M, N] = scale(X[M, K] W[N, K]^T) + lora_act lora_up^T + bias for M up to 512,
+// bound by reading W. One CTA per SM takes 8 to 128 weight rows, all tokens, or of more than 128 a tile of
+// that many, and all of K; the number of rows makes about as many CTAs as there are SMs. Where N is too
+// small for that a cluster of two CTAs shares the rows and divides K. The CTAs of a weight tile have
+// numbers beside each other, so that they run at the same time: one reads its weights from memory, the
+// others from L2.
 //
 // Roles in a CTA of 20 warps, or of 12 with 128 tokens:
 //   multiply  four warpgroups, or two, that divide K (and 65 rows or more) among them. Each
@@ -87,6 +89,7 @@ struct DecodeArgs : Watched {
   int off_scales, off_rows, off_tokens, off_partial, off_addend, off_barriers;
   DownAheadArgs down;
   int early_ctas;  // that begin before the launch before has ended
+  int token_tiles;  // of kTokens
 };
 
 // The work of a CTA.
@@ -94,8 +97,13 @@ struct Share {
   int n0;                  // first weight row
   int rank;                // in the cluster
   int first_step, steps;   // stages of K
+  int m0;                  // first token, where there may be several tiles of them
 };
 
+template <int kTokens>
+constexpr bool kMayBeSeveral = DecodeMostTokens(kTokens) > kTokens;  // tiles of tokens
+
+template <int kTokens>
 __device__ __forceinline__ Share share_of(const DecodeArgs& args) {
   const int cta = blockIdx.x - args.down.ctas;
   Share share = {cta * args.tile_n, 0, 0, args.steps};
@@ -106,7 +114,22 @@ __device__ __forceinline__ Share share_of(const DecodeArgs& args) {
     share.first_step = share.rank * each;
     share.steps = min(each, args.steps - share.first_step);
   }
+  if constexpr (kMayBeSeveral<kTokens>) {
+    if (args.token_tiles > 1) {
+      const int tile = cta / args.splits;
+      share.n0 = tile / args.token_tiles * args.tile_n;
+      share.m0 = tile % args.token_tiles * kTokens;
+    }
+  }
   return share;
+}
+
+// The number among all of a token of the tile. Where there is one tile that is no sum: the kernels for few
+// tokens have what they had before there were several.
+template <int kTokens>
+__device__ __forceinline__ int number_of(const Share& share, int token) {
+  if constexpr (kMayBeSeveral<kTokens>) return share.m0 + token;
+  return token;
 }
 
 // Whether this CTA finishes a token: all of them, or half.
@@ -198,9 +221,9 @@ __device__ __forceinline__ void load_weights(const DecodeArgs& args, uint32_t sl
 
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_activations(const DecodeArgs& args, uint32_t slot,
-                                                 uint32_t full, int step) {
+                                                 uint32_t full, int step, int m0) {
   using D = Division<Path, kTokens, kRows>;
-  tma_load_3d(slot + args.off_act, &args.act, full, 0, 0, step * D::kGroups * D::kRecords);
+  tma_load_3d(slot + args.off_act, &args.act, full, 0, m0, step * D::kGroups * D::kRecords);
 }
 
 // The CTA's share of its rows' block scales.
@@ -221,7 +244,7 @@ __device__ __forceinline__ ScaleShare scale_share(const DecodeArgs& args, const 
 template <int kTokens>
 constexpr bool kMayBeAhead = kTokens >= kDownAheadLeastTileM;
 template <int kTokens>
-constexpr int kAheadTokens = DownAheadTokens(kTokens);
+constexpr int kAheadTokens = DownAheadTokens(kTokens, kTokens);  // of one tile
 
 template <int kTokens>
 __device__ __forceinline__ bool down_is_ahead(const DecodeArgs& args) {
@@ -338,7 +361,8 @@ __device__ __forceinline__ void load(const DecodeArgs& args, uint32_t smem, cons
       if (brings_scales) scales.load(args, smem, full, share);
       load_weights<Path, kTokens, kRows>(args, slot, full, share.first_step + step, share.n0);
     }
-    load_activations<Path, kTokens, kRows>(args, slot, full, share.first_step + step);
+    load_activations<Path, kTokens, kRows>(args, slot, full, share.first_step + step,
+                                             number_of<kTokens>(share, 0));
     ring.advance(stage);
   }
 }
@@ -785,7 +809,7 @@ __device__ __forceinline__ uint32_t peer_bytes(const DecodeArgs& args, const Sha
   using D = Division<Path, kTokens, kRows>;
   constexpr int kHalf = kTokens / 2;
   const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;
-  const int tokens = min(max(args.m - share.rank * kHalf, 0), kHalf);
+  const int tokens = min(max(args.m - number_of<kTokens>(share, share.rank * kHalf), 0), kHalf);
   const int token_pairs = kTokens == 8 ? kHalf / 2 : (tokens + 7) / 8 * 4;
   return row_units * token_pairs * (8 * 4 * D::kChunk);
 }
@@ -842,7 +866,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
 #pragma unroll
   for (int i = 0; i < (kTokenUnits + kWarps - 1) / kWarps; ++i) {
     const int unit = warp / D::kRowUnits + i * kWarps ^ flip;
-    if (unit * 8 >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
+    if (number_of<kTokens>(share, unit * 8) >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
     const int token = unit * 8 + lane % 4 * 2;
     const uint32_t place = chunk_place<D, kTokens>(row_unit, unit, lane);
     // The warpgroups' sums in their order.
@@ -887,14 +911,14 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
     }
     if (args.rank > 0) add(place);
     if constexpr (D::kHalves == 2) {
-      store_tokens(args, token, n, inside, v, bias);
+      store_tokens(args, number_of<kTokens>(share, token), n, inside, v, bias);
     } else {
-      __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
+      __nv_bfloat16* out = args.y + static_cast<int64_t>(number_of<kTokens>(share, token)) * args.n + n;
       // The lane of an even row stores the first token, that of the next row the second.
       const bool odd = row % 2 == 1;
       const float mine = (odd ? v[1] : v[0]) + bias[0];
       const float theirs = __shfl_xor_sync(0xFFFFFFFFu, (odd ? v[0] : v[1]) + bias[0], 8);
-      if (inside && token + odd < args.m) {
+      if (inside && number_of<kTokens>(share, token + odd) < args.m) {
         store_pair(args, out + (odd ? args.n : 0), n, odd ? theirs : mine, odd ? mine : theirs);
       }
     }
@@ -945,11 +969,13 @@ __device__ __forceinline__ uint4 load_lora_act(const DecodeArgs& args, int token
   return load_relaxed_v4(args.lora_act + token * args.rank + rank);
 }
 
-// One word of lora_act until it is there, and only then all: the lanes of all CTAs would be in each other's
-// way.
-__device__ __forceinline__ void await_lora_act(const DecodeArgs& args) {
-  watched_look(args, RingName::kDecodeLoraAct,
-               [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });
+// One word of the tile's lora_act until it is there, and only then all: the lanes of all CTAs would be in
+// each other's way.
+template <int kTokens>
+__device__ __forceinline__ void await_lora_act(const DecodeArgs& args, const Share& share) {
+  watched_look(args, RingName::kDecodeLoraAct, [&] {
+    return load_relaxed_u32(args.lora_act + number_of<kTokens>(share, 0) * args.rank) != kNotYet;
+  });
 }
 
 // The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two pairs
@@ -968,7 +994,9 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
   const auto look = [&](int first) {
     bool there = true;
 #pragma unroll
-    for (int j = 0; j < kHeld / 8; ++j) act[j] = load_lora_act(args, first + 8 * j + lane / 4, 8 * q);
+    for (int j = 0; j < kHeld / 8; ++j) {
+      act[j] = load_lora_act(args, number_of<kTokens>(share, first + 8 * j + lane / 4), 8 * q);
+    }
 #pragma unroll
     for (int j = 0; j < kHeld / 8; ++j) there = there && is_there(act[j]);
     return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
@@ -978,11 +1006,12 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
     for (int b = 0; b < kBlocks; ++b) {
       up[b] = load_lora_up<D>(args, share, warp + b * kAddWarps, 8 * q, lane);
     }
-    await_lora_act(args);
+    await_lora_act<kTokens>(args, share);
   }
 #pragma unroll
   for (int first = 0; first < kTokens; first += kPart) {
-    const bool used = first < args.m && (kPart == kTokens || finishes<kTokens>(args, share, first));
+    const bool used = number_of<kTokens>(share, first) < args.m &&
+                      (kPart == kTokens || finishes<kTokens>(args, share, first));
     if (first % kHeld == 0 && (used || kHeld > kPart)) {
       if (down_is_ahead<kTokens>(args)) {
         watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });
@@ -1003,7 +1032,8 @@ __device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t sm
         const LoraUp more = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
-          multiply_ranks(acc[j], more, load_lora_act(args, first + 8 * j + lane / 4, rank + 8 * q));
+          const int token = number_of<kTokens>(share, first + 8 * j + lane / 4);
+          multiply_ranks(acc[j], more, load_lora_act(args, token, rank + 8 * q));
         }
       }
 #pragma unroll
@@ -1034,7 +1064,8 @@ __device__ __forceinline__ uint32_t lora_act_place(const DecodeArgs& args, uint3
 
 // By the add warps: lora_act into shared memory, the 16 bytes of a lane of the MMA behind each other.
 template <class D, int kTokens>
-__device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, uint32_t smem, int thread) {
+__device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, const Share& share, uint32_t smem,
+                                               int thread) {
   constexpr int kPieces = kTokens * kActRanks / 8;
   constexpr int kEach = (kPieces + kAddThreads - 1) / kAddThreads;
   uint4 act[kEach];
@@ -1043,14 +1074,15 @@ __device__ __forceinline__ void stage_lora_act(const DecodeArgs& args, uint32_t 
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int piece = thread + i * kAddThreads;
-      act[i] = load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);
+      act[i] = load_lora_act(args, number_of<kTokens>(share, piece / (kActRanks / 8)),
+                             piece % (kActRanks / 8) * 8);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) there = there && is_there(act[i]);
     return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
   };
   if (down_is_ahead<kTokens>(args)) {
-    await_lora_act(args);
+    await_lora_act<kTokens>(args, share);
     watched_look(args, RingName::kDecodeLoraAct, look);
   } else {
     look();
@@ -1076,6 +1108,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
   using D = Division<Path, kTokens, kRows>;
   constexpr int kUnits = kTokens / 8;
   const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
+  const int m = args.m - number_of<kTokens>(share, 0);  // from the tile's first token on
   if (row_unit * D::kUnitRows < args.tile_n) {
     float bias[2];
     {
@@ -1103,7 +1136,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
     if (args.splits > 1) {
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        if (unit * 8 >= args.m || finishes<kTokens>(args, share, unit * 8)) continue;
+        if (unit * 8 >= m || finishes<kTokens>(args, share, unit * 8)) continue;
         const float v[4] = {acc[4 * unit], acc[4 * unit + 1], acc[4 * unit + 2], acc[4 * unit + 3]};
         store_cluster_async<4>(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane),
                                sum_barrier(args, smem), 1 - share.rank, v);
@@ -1114,10 +1147,11 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
       if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;
+        if (unit * 8 >= m || !finishes<kTokens>(args, share, unit * 8)) continue;
         const uint4 act =
             rank == 0 ? load_shared_v4(lora_act_place<D, kTokens>(args, smem) + (unit * 32 + lane) * 16)
-                      : load_lora_act(args, unit * 8 + lane / 4, rank + lane % 4 * 8);
+                      : load_lora_act(args, number_of<kTokens>(share, unit * 8 + lane / 4),
+                                      rank + lane % 4 * 8);
         float product[4] = {};
         multiply_ranks(product, up, act);
 #pragma unroll
@@ -1130,7 +1164,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
     const bool inside = row < args.tile_n && n < args.n;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;
+      if (unit * 8 >= m || !finishes<kTokens>(args, share, unit * 8)) continue;
       float v[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) v[j] = acc[4 * unit + j];
@@ -1140,7 +1174,7 @@ __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share
 #pragma unroll
         for (int j = 0; j < 4; ++j) v[j] += peer[j];
       }
-      store_tokens(args, unit * 8 + lane % 4 * 2, n, inside, v, bias);
+      store_tokens(args, number_of<kTokens>(share, unit * 8 + lane % 4 * 2), n, inside, v, bias);
     }
   }
 }
@@ -1160,13 +1194,20 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   if constexpr (kMayBeAhead<kTokens>) {
     if (static_cast<int>(blockIdx.x) < args.down.ctas) {
+      if constexpr (kMayBeSeveral<kTokens>) {
+        if (args.token_tiles > 1) {
+          down_ahead<kDownAheadMostTokens, kThreads<kTokens>, kLoadWarp<kTokens>>(
+              args.down, smem_address(dynamic_smem));
+          return;
+        }
+      }
       down_ahead<kAheadTokens<kTokens>, kThreads<kTokens>, kLoadWarp<kTokens>>(
           args.down, smem_address(dynamic_smem));
       return;
     }
   }
   const uint32_t smem = smem_address(dynamic_smem);
-  const Share share = share_of(args);
+  const Share share = share_of<kTokens>(args);
   // The same in all lanes, and known to be: addresses of a warp then stay in uniform registers.
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
@@ -1250,11 +1291,12 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
       const int of = token + i * kAddThreads;
-      token_scale[i] = Path::kTokenScale && of < args.m ? args.token_scale[of] : 0.0f;
+      const int number = number_of<kTokens>(share, of);
+      token_scale[i] = Path::kTokenScale && number < args.m ? args.token_scale[number] : 0.0f;
     }
     if (args.rank > 0) {
       if constexpr (D::kAlone) {
-        stage_lora_act<D, kTokens>(args, smem, token);
+        stage_lora_act<D, kTokens>(args, share, smem, token);
       } else {
         add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp<kTokens> - 1, lane);
       }

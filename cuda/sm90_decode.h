@@ -17,6 +17,15 @@ constexpr int DecodeThreads(int64_t tile_m) { return tile_m > 64 ? 384 : 640; }
 constexpr int kDecodeMaxStages = 16;
 constexpr int kDecodeMaxTileN = 128;
 constexpr int kDecodeMaxSplits = 2;
+// Tokens of the largest tile, of which a launch may have several, and of a launch.
+constexpr int kDecodeMostTileM = 128;
+constexpr int kDecodeMostTokens = 512;
+constexpr int64_t DecodeMostTokens(int64_t tile_m) {
+  return tile_m == kDecodeMostTileM ? kDecodeMostTokens : tile_m;
+}
+constexpr int64_t DecodeTokenTiles(int64_t m, int64_t tile_m) {
+  return (m + tile_m - 1) / tile_m;
+}
 // A box of weights is 128 bytes wide.
 constexpr int kDecodeBoxK = 256;
 
@@ -128,15 +137,18 @@ constexpr int kDownAheadCtas = 4;
 constexpr int kDownAheadRank = 32;
 constexpr int kDownAheadLeastTileM = 32;
 constexpr int kDownAheadMaxStages = 16;
-// Tokens of the MMA.
-constexpr int DownAheadTokens(int64_t tile_m) { return tile_m <= 64 ? 64 : 128; }
+constexpr int kDownAheadMostTokens = 256;
+// Tokens of the MMA, for m of the call.
+constexpr int DownAheadTokens(int64_t tile_m, int64_t m) {
+  return tile_m <= 64 ? 64 : m <= kDecodeMostTileM ? 128 : kDownAheadMostTokens;
+}
 // Stages of 64 k of x and of 64 ranks; room for 72 tokens, as in sm90_down_v2.
-constexpr int64_t DownAheadStageBytes(int64_t tile_m) {
-  const int tokens = DownAheadTokens(tile_m);
+constexpr int64_t DownAheadStageBytes(int64_t tile_m, int64_t m) {
+  const int tokens = DownAheadTokens(tile_m, m);
   return (tokens > 72 ? tokens : 72) * 128 + 64 * 128;
 }
-constexpr int64_t DownAheadPartialBytes(int64_t tile_m) {
-  return DownAheadTokens(tile_m) * (64 + 4) * 4;
+constexpr int64_t DownAheadPartialBytes(int64_t tile_m, int64_t m) {
+  return DownAheadTokens(tile_m, m) * (64 + 4) * 4;
 }
 // Rows of (rank,) sums that they leave for each other.
 constexpr int64_t DownAheadSums(int64_t m) { return (kDownAheadCtas - 1) * m; }
@@ -150,7 +162,7 @@ struct DecodeSmem {
 // Rows of activations that the kernel reads, those past m whatever they are. Rows
 // that lie past a matrix, which the copy engine makes zeros of, take it longer.
 constexpr int64_t DecodeActRows(int64_t m, int64_t tile_m) {
-  return tile_m > 16 ? tile_m : m;
+  return tile_m > 16 ? DecodeTokenTiles(m, tile_m) * tile_m : m;
 }
 
 struct DecodeParams {
@@ -162,7 +174,7 @@ struct DecodeParams {
   void* lora_act;             // (m, rank) bf16, written with down_sums
   const void* lora_up;        // (n, rank) bf16
   void* out;                  // (m, n) bf16
-  int64_t m, n;               // 1 <= m <= tile_m
+  int64_t m, n;               // 1 <= m <= DecodeMostTokens(tile_m)
   int k_pad;
   int rank;  // 0: no low-rank branch
   int tile_n;

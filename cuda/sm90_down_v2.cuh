@@ -6,7 +6,7 @@
 //   project  one or two warpgroups, kTiles rank tiles each: lora_act^T[64 ranks, tokens] += ...
 // Partial sums stay in shared memory, over the ring, and are added in rank order by all CTAs of the
 // cluster, each a share of the tokens: the same bits in every run. The roles serve sm90_decode_down.cuh too, with
-// 64 or 128 tokens.
+// 64, 128 or 256 tokens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,6 +52,7 @@ struct DownV2Args : Watched {
                  : W4A4_OPS_##N("+f")                                                             \
                  : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));                       \
   }
+W4A4_DOWN_MMA(256, 128, 129, 130)
 W4A4_DOWN_MMA(128, 64, 65, 66)
 W4A4_DOWN_MMA(72, 36, 37, 38)
 W4A4_DOWN_MMA(64, 32, 33, 34)

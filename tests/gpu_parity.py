@@ -306,14 +306,25 @@ DOWN_AHEAD = (
     # 128 tokens, of both shapes of a CTA.
     (65, 77, 8, 32, 1), (100, 264, 200, 104, 1), (97, 130, 520, 128, 2), (128, 4096, 4096, 32, 1),
     (127, 4096, 14336, 64, 2), (96, 16384, 2056, 128, 1), (65, 36864, 1280, 128, 1),
+    # Two tiles of them.
+    (129, 77, 8, 32, 1), (200, 264, 200, 104, 1), (256, 130, 520, 128, 2), (256, 4096, 4096, 64, 1),
+    (255, 4096, 14336, 128, 2), (256, 8192, 8192, 128, 1), (130, 36864, 1280, 128, 1),
+)  # fmt: skip
+
+
+# Of several tiles of 128 tokens: around whole tiles, and between.
+SEVERAL_TILES = (
+    129, 130, 136, 137, 192, 193, 248, 255, 256, 257, 320, 383, 384, 385, 448, 505, 511, 512,
+    *range(141, 512, 19),
 )  # fmt: skip
 
 
 def decode_cells_of(path: str) -> Iterator[Cell]:
-    """The sm90_decode cells of one path: every M once, what else there is cycling."""
+    """The sm90_decode cells of one path: every M of one tile once and some of several, what else
+    there is cycling."""
     which = V2_PATHS[path]
     format = which["format"]
-    for m in range(1, plan.budget.DECODE_TOKENS[-1] + 1):
+    for m in (*range(1, plan.budget.DECODE_TOKENS[-1] + 1), *SEVERAL_TILES):
         turn = zlib.crc32(f"decode {path} {m}".encode())
         n, k = DECODE_SHAPES[turn % len(DECODE_SHAPES)]
         cell = Cell(
@@ -362,20 +373,20 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         yield from decode_cells_of(path)
         cell = functools.partial(Cell, **V2_PATHS[path], kernel="sm90_decode")
         for rank in (*V2_RANKS, 48, 64, 96, 160, 240):
-            for m, tile_n in ((3, None), (61, None), (125, 64), (125, 88)):
+            for m, tile_n in ((3, None), (61, None), (125, 64), (125, 88), (201, 64), (300, 88)):
                 yield cell(rank=rank, m=m, n=264, k=640, tile_n=tile_n)
         for tile_n in range(8, 136, 8):  # every number of rows per CTA, and N that it leaves ragged
             for cluster in (1, 2):
-                for m in (9, 61, 101):
+                for m in (9, 61, 101, (133, 256, 390, 512)[tile_n // 8 % 4]):
                     found = cell(rank=16, m=m, n=269, k=2208, tile_n=tile_n, cluster=cluster)
                     if fits(found):
                         yield found
         # The block scales of the second CTA begin inside 16 bytes.
-        for m in (1, 64, 127):
+        for m in (1, 64, 127, 191):
             yield cell(rank=16, m=m, n=269, k=512, tile_n=128, cluster=2)
         # More block scales than have room at once, with many tokens.
         for tile_n, cluster, k in SCALES_IN_TURN:
-            for m in (17, 64, 93):
+            for m in (17, 64, 93, 257):
                 found = cell(rank=16, m=m, n=269, k=k, tile_n=tile_n, cluster=cluster)
                 if fits(found):
                     yield found
@@ -396,12 +407,13 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
                 if fits(found):
                     yield found
         for n, k in ((14336, 512), (11008, 512), (5120, 5120), (3072, 3072), (512, 14336)):
-            for m in (1, 16, 64, 128):
+            for m in (1, 16, 64, 128, 256, 512):
                 yield cell(rank=32, m=m, n=n, k=k)
         # LoRA-down in the gemm's launch: CTAs without a share of K, rings that wrap, any end of K.
         grid = itertools.product((24, 40, 64, 104, 128), (1, 2), (40, 1032, 2208, 8200))
         for i, (tile_n, cluster, k) in enumerate(grid):
-            for m in ((17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3], (65, 97, 128)[i // 3 % 3]):
+            few = (17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3]
+            for m in (*few, (65, 97, 128)[i // 3 % 3], (129, 200, 256)[i // 2 % 3]):
                 found = cell(
                     rank=(16, 32)[(i + i // 4 + i // 8) % 2], m=m, n=269, k=k, tile_n=tile_n,
                     cluster=cluster, down_ahead=4,
@@ -412,6 +424,7 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         for m, tile_n, cluster, k in (
             (17, 8, 1, 8704), (64, 64, 1, 16384), (33, 40, 2, 28672), (30, 128, 1, 8704),
             (24, 32, 2, 28672), (32, 16, 1, 11264), (66, 64, 1, 16384), (120, 72, 2, 28672),
+            (140, 64, 1, 16384), (385, 72, 2, 28672),
         ):  # fmt: skip
             found = cell(rank=16, m=m, n=3 * tile_n + 5, k=k, tile_n=tile_n, cluster=cluster)
             if fits(found):
@@ -484,7 +497,7 @@ def small_cells() -> Iterator[Cell]:
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
     for path in plan.budget.DECODE_PATHS:
         for tile_n, cluster in ((24, 1), (64, 2), (104, 2), (128, 1)):
-            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16), (65, 48), (120, 32)):
+            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16), (65, 48), (120, 32), (140, 16)):
                 cell = Cell(
                     rank=rank,
                     m=m,
@@ -1009,6 +1022,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="processes")
     parser.add_argument("--small", action="store_true", help="a few small cells only")
     parser.add_argument("--kernel", help="only cells that force this kernel, or leave it open")
+    parser.add_argument("--rows", type=int, default=0, help="only cells of at least so many rows")
     parser.add_argument("--every", type=int, default=1, help="every N-th cell only")
     parser.add_argument(
         "--paths", nargs="+", choices=V2_PATHS, help="only the cells of these paths"
@@ -1024,6 +1038,7 @@ def main() -> int:
         todo = [*v2_cells(args.paths), *v2_extra_cells(args.paths), *decode_cells(decode)]
     if args.kernel:
         todo = [cell for cell in todo if cell.kernel in (args.kernel, None)]
+    todo = [cell for cell in todo if cell.m >= args.rows]
     todo = todo[:: args.every]
     results, failed, started = [], 0, time.time()
     run = functools.partial(run_safely, implementation=implementation)

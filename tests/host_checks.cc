@@ -138,12 +138,12 @@ extern "C" void Quantize(int format, const float* v, int64_t blocks, int block,
   run(v, blocks, block, scale_dtype, is_unsigned != 0, rule, codes, scales);
 }
 
-static ffi::Error CheckRegions(ffi::AnyBuffer lora_up,
+static ffi::Error CheckRegions(ffi::AnyBuffer lora_up, ffi::AnyBuffer x,
                                ffi::Result<ffi::AnyBuffer>, PlanAttrs plan,
                                SpecAttrs spec) {
   const int64_t rank = lora_up.dimensions()[1];
   if (ffi::Error e = CheckGemmRegions(plan, spec, rank); e.failure()) return e;
-  return CheckQuantizer(plan, spec, rank);
+  return CheckQuantizer(plan, spec, x.dimensions()[0], rank);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Instantiate, CheckAttrs,
@@ -154,6 +154,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Instantiate, CheckAttrs,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Execute, CheckRegions,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()  // lora_up (n, r)
+                                  .Arg<ffi::AnyBuffer>()  // of m rows
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<PlanAttrs>("plan")
                                   .Attr<SpecAttrs>("spec"));

@@ -1,5 +1,6 @@
 """The benchmark program: routes run, JSON is complete, failures set the exit code."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -290,6 +291,43 @@ class DecodeTest(parameterized.TestCase):
         lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
         self.assertLen(lines, len({row["route"] for row in result["rows"]}))
         self.assertTrue(all(len(line.get("points").split()) == 2 for line in lines))
+
+    def test_implementations_side_by_side(self):
+        """One row of each and of XLA's dot; one that can't be had is an error, and not the end."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            arguments = [
+                "--shapes",
+                "64x128",
+                "--rows",
+                "1",
+                "129",
+                "--rounds",
+                "1",
+                "--turns",
+                "1",
+            ]
+            arguments += ["--implementations", "xla", "sm90_decode", "--json", str(path)]
+            with mock.patch.object(decode, "layers_of", lambda _: 2):
+                code = decode.main(arguments)
+            rows = json.loads(path.read_text())["rows"]
+        names = [cases.BASE, "matmul mxfp4 xla", "matmul mxfp4 sm90_decode"]
+        self.assertEqual([(row["m"], row["route"]) for row in rows],
+                         [(m, name) for m in (1, 129) for name in names])  # fmt: skip
+        if jax.default_backend() != "gpu":
+            self.assertEqual(code, 1)
+            self.assertEqual(["error" in row for row in rows], [False, False, True] * 2)
+
+    def test_implementations_force_the_kernel(self):
+        (layer,) = (layer for layer in cases.LAYERS if layer.name == "mxfp4")
+        found = decode.named([layer], ["sm90_decode", "sm90_v2"])
+        self.assertEqual(list(found), ["matmul mxfp4 sm90_decode", "matmul mxfp4 sm90_v2"])
+        x, w = cases.random_layer(jax.random.key(0), shapes.Shape(256, 512, 512, 32), layer)
+        for name, each in found.items():
+            call = functools.partial(jax_w4a4.matmul, **each.matmul)
+            kernel = jax_w4a4.explain(call, x, w, target="sm_90").calls[0].plan.kernel
+            self.assertEqual(name, f"matmul mxfp4 {kernel}")
+        self.assertEqual(decode.named([layer], []), {"matmul mxfp4": layer})
 
     @parameterized.product(kn=((64, 64), (64, 96)), turns=(1, 3), prepared=(False, True))
     def test_a_chain_is_a_loop_of_layers(self, kn, turns, prepared):

@@ -349,6 +349,22 @@ class DownAheadTest(parameterized.TestCase):
         self.assertEqual((down.stages, down.off_barriers), (9, 9 * stage))
         self.assertEqual((down.rows, down.threads, down.early), (128, 384, 67))
 
+    @parameterized.parameters(129, 256)
+    def test_256_tokens(self, m):
+        down = budget.down_ahead(problem(m=m, rank=32), 128, 384, 223872, 3)
+        stage = 256 * 128 + 64 * 128
+        self.assertEqual((down.stages, down.off_barriers), (5, 5 * stage))
+        self.assertEqual((down.rows, down.threads), (256, 384))
+        self.assertEqual(down.early, 3)
+
+    def test_256_tokens_need_two_stages(self):
+        stage = 256 * 128 + 64 * 128
+        self.assertEqual(
+            [budget.down_ahead(problem(m=129, rank=32), 128, 384, smem, 0) is None
+             for smem in (2 * stage + 31, 2 * stage + 32)],
+            [True, False],
+        )  # fmt: skip
+
 
 if __name__ == "__main__":
     absltest.main()

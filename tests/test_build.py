@@ -556,14 +556,14 @@ class PlanCase(HostTest):
             **kw,
         )
 
-    def compile(self, plan_attrs, spec_attrs, rank=32):
-        def f(lora_up):
+    def compile(self, plan_attrs, spec_attrs, rank=32, m=64):
+        def f(*operands):
             call = jax.ffi.ffi_call("jax_w4a4_test_plan", jax.ShapeDtypeStruct((), jnp.float32))
-            return call(lora_up, plan=dict(plan_attrs), spec=dict(spec_attrs))
+            return call(*operands, plan=dict(plan_attrs), spec=dict(spec_attrs))
 
-        lora_up = jnp.zeros((300, rank), jnp.bfloat16)
-        compiled = jax.jit(f).lower(lora_up).compile()
-        return lambda: jax.block_until_ready(compiled(lora_up))
+        operands = jnp.zeros((300, rank), jnp.bfloat16), jnp.zeros(m, jnp.bfloat16)
+        compiled = jax.jit(f).lower(*operands).compile()
+        return lambda: jax.block_until_ready(compiled(*operands))
 
 
 class PlanChecks(PlanCase):
@@ -930,7 +930,8 @@ class DecodePlanChecks(PlanCase):
     def test_every_decode_plan_is_accepted(self, path, rank, cluster, quantizer):
         format, mode = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
-        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), (1, 12, 30, 64, 100)):
+        tokens = (1, 12, 30, 64, 300 if rank == 16 else 100)
+        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), tokens):
             with self.subTest(tile_n=tile_n, m=m):
                 try:
                     attrs = self.decode_attrs(format, rank, 2080, mode, m, tile_n=tile_n, **forced)
@@ -1083,14 +1084,15 @@ class DecodePlanChecks(PlanCase):
     def test_every_plan_with_low_rank_down_in_the_launch_is_accepted(self, path, rank, cluster):
         format, mode = path
         forced = {"cluster": cluster, "down_ahead": 4}
-        for tile_n, m, k in itertools.product((8, 40, 64, 128), (17, 33, 64, 65), (1056, 8704)):
+        tokens = (17, 33, 64, 65) if rank == 16 else (17, 64, 65, 200)
+        for tile_n, m, k in itertools.product((8, 40, 64, 128), tokens, (1056, 8704)):
             with self.subTest(tile_n=tile_n, m=m, k=k):
                 try:
                     attrs = self.decode_attrs(format, rank, k, mode, m, tile_n=tile_n, **forced)
                 except plan.DoesNotFitError:
                     continue
                 self.assertEqual(attrs[0]["down_ahead"], 4)
-                self.compile(*attrs, rank)()
+                self.compile(*attrs, rank, m)()
 
     @parameterized.parameters(
         ("down_ahead", 2, "LoRA-down 2 CTAs of the gemm's launch of tile_m 32"),
@@ -1135,6 +1137,27 @@ class DecodePlanChecks(PlanCase):
         text = f"behind {2 * stage} bytes of ring"
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs)()
+
+    def test_stages_of_low_rank_down_of_several_tiles(self):
+        """A ring for 128 tokens would end in front of the barriers, too, as would their sums."""
+        plan_attrs, spec_attrs = self.decode_attrs(m=129, tile_n=64, cluster=1, down_ahead=4)
+        stage = 256 * 128 + 64 * 128
+        plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
+        self.compile(plan_attrs, spec_attrs, m=129)()
+        self.compile(plan_attrs, spec_attrs, m=256)()
+        self.assertGreater(2 * stage, 256 * (64 + 4) * 4)
+        plan_attrs["off_down_barriers"] = 2 * (128 * 128 + 64 * 128)
+        self.compile(plan_attrs, spec_attrs, m=128)()
+        text = f"of tile_m 128 for 129 rows .*behind {2 * stage} bytes of ring"
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+            self.compile(plan_attrs, spec_attrs, m=129)()
+
+    def test_more_rows_than_low_rank_down_in_the_launch_takes(self):
+        plan_attrs, spec_attrs = self.decode_attrs(m=256, tile_n=64, cluster=1, down_ahead=4)
+        self.compile(plan_attrs, spec_attrs, m=256)()
+        text = "FAILED_PRECONDITION.*for 257 rows .*for up to 256 rows"
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+            self.compile(plan_attrs, spec_attrs, m=257)()
 
     @parameterized.parameters((48, "at rank 48; .* rank up to 32"), (0, "at rank 0"))
     def test_ranks_that_low_rank_down_in_the_launch_lacks(self, rank, text):
@@ -1222,6 +1245,13 @@ class PtxasGate(parameterized.TestCase):
         body = re.search(r"enum class GemmV2Path.*?};", text, re.S).group()
         codes = {name: int(code) for name, code in re.findall(r"k(\w+) = (\d+)", body)}
         self.assertEqual(codes, {p.name: p.code for p in plan.budget.V2_PATHS.values()})
+
+    def test_most_tokens_of_a_launch_are_those_of_the_planner(self):
+        text = (ROOT / "cuda" / "sm90_decode.h").read_text()
+        found = {name: int(value) for name, value in re.findall(r"int (k\w+) = (\d+);", text)}
+        self.assertEqual(found["kDecodeMostTileM"], plan.budget.DECODE_TOKENS[-1])
+        self.assertEqual(found["kDecodeMostTokens"], plan.budget.DECODE_MOST_TOKENS)
+        self.assertEqual(found["kDownAheadMostTokens"], plan.budget.DOWN_AHEAD_MOST_TOKENS)
 
     def test_compiled_tiles_are_those_of_the_planner(self):
         paths = plan.budget.V2_PATHS.values()

@@ -369,7 +369,8 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertGreater(turn, whole)
 
     @parameterized.parameters(
-        ({"m": 129}, "129 rows, it takes 1 to 128"),
+        ({"m": 129}, "129 rows in 2 tiles of 128, which was not measured"),
+        ({"m": 512}, "512 rows in 4 tiles of 128, which was not measured"),
         ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
         ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
         ({"out_dtype": "float32"}, "the result is float32"),
@@ -398,7 +399,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(few.kernel, "sm90_decode")
 
     @parameterized.parameters(
-        {"m": 129}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
+        {"m": 513}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
     )  # fmt: skip
     def test_forced_on_what_it_lacks(self, **changes):
         with self.assertRaisesRegex(NotImplementedError, "sm90_decode cannot take this problem"):
@@ -457,6 +458,49 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(solved.quantizer.why.endswith(text), ahead > 0)
         self.assertLessEqual(solved.quantizer.why.count("LoRA-down"), 1)
 
+    @parameterized.parameters(
+        # Two tiles of tokens in one wave and in two, which leaves the SMs or not; three and four.
+        (129, 8192, 8192, 4), (256, 8192, 8192, 4), (256, 4096, 2048, 0), (256, 16384, 4096, 4),
+        (256, 16896, 4096, 0), (257, 2048, 8192, 0), (512, 2048, 8192, 0),
+    )  # fmt: skip
+    def test_down_of_several_tiles(self, m, n, k, ahead):
+        """Up to 256 tokens four CTAs have them all; more are left to the launch before."""
+        solved = self.solve(m=m, n=n, k=k, kernel="sm90_decode")
+        down = solved.quantizer.down
+        self.assertEqual((down.ahead, down.rows), (ahead, 256 if ahead else 16))
+        if ahead:
+            stage = 256 * 128 + 64 * 128
+            self.assertEqual(down.stages, solved.smem_bytes // (stage + 16))
+            self.assertEqual(down.off_barriers, down.stages * stage)
+            self.assertEqual(down.early, max(0, 132 - m))
+
+    @parameterized.parameters(
+        (129, 8192, 8192, 2, 1), (256, 8192, 8192, 2, 1), (256, 16384, 4096, 2, 2),
+        (257, 4096, 4096, 3, 1), (512, 4096, 4096, 4, 1), (512, 8192, 8192, 4, 2),
+    )  # fmt: skip
+    def test_several_tiles_of_tokens(self, m, n, k, tiles, waves):
+        """Where they are asked for: tiles, waves and bytes as they are; the model reads a weight
+        tile from memory once, and each of its CTAs is as long at it as one would be."""
+        solved = self.solve(m=m, n=n, k=k, kernel="sm90_decode")
+        where = planner.schedule_of(solved, targets.get("sm_90"))
+        self.assertEqual((solved.tile_m, where.tiles_m, where.waves), (128, tiles, waves))
+        (why,) = (r for r in solved.reasons if " MB of weights and scales" in r)
+        self.assertIn(f", read by each of {tiles} tiles of tokens, the first from memory, ", why)
+        self.assertIn(f" for {m} rows: {where.tiles} tiles in {waves} wave", solved.reasons[0])
+        act = dict((b.name, b.shape) for b in solved.workspace(m, "matmul"))["act"]
+        self.assertEqual(act, (128 * tiles, k))
+        with self.assertRaisesRegex(ValueError, "sm90_decode has no tile with tile_m=64"):
+            self.solve(m=m, n=n, k=k, kernel="sm90_decode", forced={"tile_m": 64}.items())
+
+    def test_seconds_of_several_tiles(self):
+        """As long as one tile, where both run at once."""
+        tile = {"tile_n": 64, "cluster": 1}.items()
+        for m in (128, 256):
+            solved = self.solve(m=m, kernel="sm90_decode", forced=tile)
+            config = Config(128, 64, 256, 1, solved.main_stages, 0, 1)
+            seconds = planner._decode_seconds(solved.problem, targets.get("sm_90"), config)
+            self.assertAlmostEqual(seconds, 12.6e-6)
+
     def test_down_is_ahead_where_it_is_forced(self):
         """Also where it is not taken to be faster, and not where it is, if that is forced."""
         for m, k, n in ((17, 32, 8), (64, 4064, 4096), (64, 4096, 16896)):
@@ -473,6 +517,7 @@ class Sm90DecodeTest(parameterized.TestCase):
         ({}, {"rank": 0}, "down_ahead=4 cannot take this problem: rank is 0, it takes up to 32"),
         ({}, {"rank": 48}, "down_ahead=4 cannot take this problem: rank is 48, it takes up to 32"),
         ({}, {"m": 16}, "tile_m is 16, it takes 32 and more"),
+        ({}, {"m": 257, "kernel": "sm90_decode"}, "257 rows, it takes up to 256"),
         ({"tile_m": 8}, {"m": 8}, "tile_m is 8, it takes 32 and more"),
         ({"quantizer": 2}, {}, "it is for sm90_decode behind quantizer 5"),
         ({"quantizer": 1}, {}, "it is for sm90_decode behind quantizer 5"),

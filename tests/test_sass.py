@@ -157,7 +157,8 @@ class TestDecode:
     def test_main_and_low_rank_loops(self, kernels):
         """A warpgroup's share of a stage of K, all of it in one loop; mxfp4 has a second one for
         blocks that flush (kMayKnow in sm90_decode.cuh). The low-rank product is on mma.sync, and
-        LoRA-down, where CTAs of the launch may have it, in a loop over stages of 64 k."""
+        LoRA-down, where CTAs of the launch may have it, in a loop over stages of 64 k; with 128
+        tokens there is one more for several tiles."""
         for name, code in kernels.items():
             match = DECODE.search(name)
             if match is None:
@@ -173,12 +174,11 @@ class TestDecode:
             # has one. A wait out of line jumps back between them.
             whole = tokens > 16 and rows > 32 and path.operand in ("e5m2", "s8")
             turn = main * 2 if whole and len(main) == 4 else main
-            ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
-            down = [("HGMMA", max(64, tokens), 16, "F32.BF16")] * (4 * ahead)
-            assert turn in inner_loops(code), name
-            assert not ahead or down in inner_loops(code), name
-            assert all(loop in (turn, main, down) for loop in inner_loops(code)), name
-            assert len(mmas(code)) == loops * len(turn) + len(down), name
+            widths = {32: (64,), 64: (64,), 128: (128, budget.DOWN_AHEAD_MOST_TOKENS)}
+            downs = [[("HGMMA", n, 16, "F32.BF16")] * 4 for n in widths.get(tokens, ())]
+            assert all(loop in inner_loops(code) for loop in (turn, *downs)), name
+            assert all(loop in (turn, main, *downs) for loop in inner_loops(code)), name
+            assert len(mmas(code)) == loops * len(turn) + 4 * len(downs), name
             assert any(op.startswith("HMMA.16816.F32.BF16") for _, op, _ in code), name
 
     def test_results_of_the_launch_before_are_read_after_the_wait(self, kernels):
@@ -199,10 +199,11 @@ class TestDecode:
                     if relaxed:
                         assert "ACQBULK" in role[: relaxed[0]], name
                         readers += 1
-                # The add role, CTAs of LoRA-down, and the multiply role.
+                # The add role, CTAs of LoRA-down, of several tiles too, and the multiply role.
                 alone = budget.decode_shape(tokens, rows)[1] == 1
                 ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
-                assert readers == 1 + ahead + alone, name
+                several = tokens == budget.DECODE_TOKENS[-1]
+                assert readers == 1 + ahead + several + alone, name
 
 
 @needs_kernels

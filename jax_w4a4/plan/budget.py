@@ -35,6 +35,7 @@ __all__ = [
     "gemm_traffic",
     "grouped_row_tiles",
     "layout",
+    "DECODE_MOST_TOKENS",
     "DECODE_PATHS",
     "DECODE_TOKENS",
     "decode_alone",
@@ -654,6 +655,7 @@ _DECODE_SHAPES = {
     128: ((64, 2, 1), (128, 1, 1)),
 }
 DECODE_TOKENS = (8, 16, 32, 64, 128)
+DECODE_MOST_TOKENS = 512  # in several tiles of the largest
 DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
 _DECODE_SCALE_BOX = 128  # block scales of a row that the copy engine fetches at once
 # Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
@@ -997,10 +999,12 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
-# LoRA-down in the launch of sm90_decode: CTAs, the most ranks, the fewest tokens of the tile.
+# LoRA-down in the launch of sm90_decode: CTAs, the most ranks, the fewest tokens of the tile, the
+# most of the call.
 DOWN_AHEAD_CTAS = 4
 DOWN_AHEAD_RANK = 32
 DOWN_AHEAD_LEAST_TILE_M = 32
+DOWN_AHEAD_MOST_TOKENS = 256
 
 
 def down_ahead(
@@ -1009,14 +1013,15 @@ def down_ahead(
     """LoRA-down by CTAs of sm90_decode's launch (cuda/sm90_decode_down.cuh), which divide K; None
     where their shared memory is not enough.
 
-    The ring and the partial sums of sm90_down_v2, for 64 or 128 tokens: as many stages as fit into
-    ``smem_bytes`` of the gemm, 16 at most.
+    The ring and the partial sums of sm90_down_v2, for 64, 128 or 256 tokens: as many stages as fit
+    into ``smem_bytes`` of the gemm, 16 at most.
 
     Args:
       early: SMs that quantizer 5 leaves to CTAs of the gemm's launch.
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
-    tokens = 64 if tile_m <= 64 else 128
+    assert problem.m is not None and problem.m <= DOWN_AHEAD_MOST_TOKENS, problem
+    tokens = 64 if tile_m <= 64 else 128 if problem.m <= 128 else DOWN_AHEAD_MOST_TOKENS
     stage = max(72, tokens) * 64 * 2 + 64 * 64 * 2
     partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
@@ -1047,7 +1052,7 @@ def workspace(
     Device memory belongs to XLA, so what one launch leaves for the next is a result of the call.
 
     Args:
-      tile_m: rows of the gemm's tile; its token ring reads whole tiles.
+      tile_m: rows of the gemm's tile; it reads whole tiles.
       m: rows; may be a symbolic dimension.
       kind: ``"matmul"`` (after y), ``"gemm"`` (after y, on a ready activation) or ``"grouped"``
         (after y).
@@ -1078,7 +1083,7 @@ def workspace(
         tokens = (m + tile_m + (4 if problem.groups else 0),)
     # A box of activations that ends past the matrix costs up to half the time of the product
     # (docs/notes.md): sm90_decode reads rows that nobody writes instead.
-    rows = tile_m if design.decode and tile_m > 16 else m
+    rows = (m + tile_m - 1) // tile_m * tile_m if design.decode and tile_m > 16 else m
     private = (
         Buffer("act", (rows, row_bytes(problem)), "uint8"),
         Buffer("token_scale", tokens, "float32"),
@@ -1285,7 +1290,7 @@ class Design:
       lora_runs: those of ``lora_choices`` that the kernel has; the others are accounts.
       group_m: most m tiles that share a sweep over n; 0 where the hardware orders the tiles.
       unproven: the kernel never ran on its chip, so it asks for a passing self-test of the machine.
-      decode: made for few tokens; the tile holds all of them.
+      decode: made for few tokens; the tile holds all of them, or there are several of the largest.
       least_smem: that a launch asks for, so that no second CTA shares an SM.
       most_weight_bytes: in the ring's stages; None for as many as fit.
     """
@@ -1363,7 +1368,10 @@ class Design:
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
         if self.decode:
-            least = min((t for t in DECODE_TOKENS if problem.m and t >= problem.m), default=0)
+            m = problem.m or 0
+            least = min((t for t in DECODE_TOKENS if t >= m > 0), default=0)
+            if DECODE_TOKENS[-1] < m <= DECODE_MOST_TOKENS:
+                least = DECODE_TOKENS[-1]
             return tuple(
                 t
                 for t in self.tiles

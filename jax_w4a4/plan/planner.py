@@ -65,7 +65,7 @@ _LOAD_LATENCY_S = 650e-9
 _EXPAND_ROWS = 32
 
 # That a call of more rows is no decode goes without saying.
-_FEW_ROWS = 255
+_FEW_ROWS = budget.DECODE_MOST_TOKENS
 _V2_MOST_RANK = 256
 # sm100_v2 is chosen from half of its smallest tile on; nothing is measured on such a chip.
 _SM100_LEAST_M = 64
@@ -674,7 +674,7 @@ def _why_not_sm100(problem: Problem, target: Target, forced: dict[str, int]) -> 
 
 def _decode_lacks(problem: Problem) -> str | None:
     """What sm90_decode has no code for, None if it can run the problem."""
-    most = budget.DECODE_TOKENS[-1]
+    most = budget.DECODE_MOST_TOKENS
     if problem.m is None:
         return "M is symbolic"
     if not 1 <= problem.m <= most:
@@ -693,7 +693,20 @@ def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) ->
     if lacks is not None:
         return lacks
     design = budget.DESIGNS["sm90_decode"]
-    return _no_tile(design, problem, target, forced) or _many_waves(design, problem, target, forced)
+    return (
+        _several_token_tiles(problem)
+        or _no_tile(design, problem, target, forced)
+        or _many_waves(design, problem, target, forced)
+    )
+
+
+def _several_token_tiles(problem: Problem) -> str | None:
+    """Whether there are more rows than one tile holds, which was not measured."""
+    tile_m = budget.DECODE_TOKENS[-1]
+    if problem.m is None or problem.m <= tile_m:
+        return None
+    tiles = -(-problem.m // tile_m)
+    return f"{problem.m} rows in {tiles} tiles of {tile_m}, which was not measured"
 
 
 def _many_waves(
@@ -909,6 +922,8 @@ def _ahead_lacks(
         return f"rank is {problem.rank}, it takes up to {budget.DOWN_AHEAD_RANK}"
     if best.tile_m < budget.DOWN_AHEAD_LEAST_TILE_M:
         return f"tile_m is {best.tile_m}, it takes {budget.DOWN_AHEAD_LEAST_TILE_M} and more"
+    if problem.m is None or problem.m > budget.DOWN_AHEAD_MOST_TOKENS:
+        return f"{problem.m} rows, it takes up to {budget.DOWN_AHEAD_MOST_TOKENS}"
     return None
 
 
@@ -1153,11 +1168,12 @@ def _v2_seconds(design: Design, problem: Problem, target: Target, config: Config
 def _decode_seconds(problem: Problem, target: Target, config: Config) -> float:
     """Model of sm90_decode: a wave takes the slowest of memory, an SM's share and the stages."""
     cluster = config.cluster
-    where = schedule(config.tile_m, problem.n, config.tile_m, config.tile_n, cluster, target)
-    ctas = min(where.tiles, where.groups) * cluster
+    where = _schedule(budget.DESIGNS["sm90_decode"], problem, config, target)
+    # A weight tile's CTAs run at once, and one of them reads it from memory, the others from L2.
+    reading = -(-min(where.tiles, where.groups) // max(1, where.tiles_m)) * cluster
     per_cta = budget.decode_cta_bytes(problem, config)
     stream = max(
-        ctas * per_cta / _DECODE_CHIP_BYTES_S,
+        reading * per_cta / _DECODE_CHIP_BYTES_S,
         per_cta / _DECODE_SM_BYTES_S,
         budget.decode_steps(problem, config) * _decode_step_seconds(problem, config),
     )
@@ -1211,9 +1227,11 @@ def _why_stream(design: Design, problem: Problem, best: _Candidate) -> tuple[str
     config = best.config
     moved = budget.decode_cta_bytes(problem, config) // config.tile_n * config.cluster * problem.n
     shares = "" if config.cluster == 1 else f"; {config.cluster} CTAs divide K"
+    tiles = -(-(problem.m or 1) // config.tile_m)
+    readers = f", read by each of {tiles} tiles of tokens, the first from memory"
     return (
-        f"{moved / 1e6:.1f} MB of weights and scales, {moved / best.cost / 1e12:.2f} TB/s computed"
-        f"{shares}",
+        f"{moved / 1e6:.1f} MB of weights and scales{readers if tiles > 1 else ''}, "
+        f"{moved / best.cost / 1e12:.2f} TB/s computed{shares}",
     )
 
 

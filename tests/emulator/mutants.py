@@ -77,6 +77,12 @@ ALONE = Case("mxfp4", 97, 144, 544, 96, kernel="sm90_decode", tile_m=128, tile_n
 ALONE_EXACT = dataclasses.replace(ALONE, exact=True)
 ALONE_PAIR = dataclasses.replace(ALONE, n=73, m=128, rank=32, cluster=2)
 ALONE_FUSED = dataclasses.replace(ALONE, m=65, n=72, k=288, fused=True)
+# Two and three tiles of 128 tokens, of the second shape and the first; of a pair the second CTA has no
+# token of the last tile to finish.
+SEVERAL = dataclasses.replace(ALONE, m=140, k=288, exact=True)
+SEVERAL_FEW_ROWS = dataclasses.replace(SEVERAL, m=257, n=40, tile_n=24)
+SEVERAL_PAIR = dataclasses.replace(ALONE, m=136, n=73, rank=16, cluster=2)
+SEVERAL_AHEAD = dataclasses.replace(ALONE, m=200, n=72, k=288, rank=16, fused=True, down_ahead=4)
 ALONE_AHEAD = dataclasses.replace(ALONE, n=72, k=288, rank=32, fused=True, down_ahead=4)
 
 
@@ -501,8 +507,8 @@ MUTANTS = (
     # ---- 128 tokens ----
     _m("decode: the peer gets the half that this CTA finishes", "arithmetic", ALONE_PAIR,
        "cells RaceError",
-       (DECODE, "if (unit * 8 >= args.m || finishes<kTokens>(args, share, unit * 8)) continue;",
-        "if (unit * 8 >= args.m || !finishes<kTokens>(args, share, unit * 8)) continue;"), **_128),
+       (DECODE, "if (unit * 8 >= m || finishes<kTokens>(args, share, unit * 8)) continue;",
+        "if (unit * 8 >= m || !finishes<kTokens>(args, share, unit * 8)) continue;"), **_128),
     _m("decode: the peer's sums of another unit", "layout", ALONE_PAIR, "cells",
        (DECODE, "load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane), peer);",
         "load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit ^ 1, lane), peer);"), **_128),
@@ -517,8 +523,9 @@ MUTANTS = (
        (DECODE, "    named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);\n"
         "    if (args.splits > 1) cluster_wait();", "    if (args.splits > 1) cluster_wait();"), **_128),
     _m("decode: staged lora_act by ranks, then tokens", "layout", ALONE_EXACT, "cells",
-       (DECODE, "load_lora_act(args, piece / (kActRanks / 8), piece % (kActRanks / 8) * 8);",
-        "load_lora_act(args, piece % kTokens, piece / kTokens * 8);"), **_128),
+       (DECODE, "load_lora_act(args, number_of<kTokens>(share, piece / (kActRanks / 8)),\n"
+        "                             piece % (kActRanks / 8) * 8);",
+        "load_lora_act(args, number_of<kTokens>(share, piece % kTokens), piece / kTokens * 8);"), **_128),
     _m("decode: staged lora_act of every lane's neighbour", "layout", ALONE_EXACT, "cells",
        (DECODE, "lora_act_place<D, kTokens>(args, smem) + (unit * 32 + lane) * 16)",
         "lora_act_place<D, kTokens>(args, smem) + (unit * 32 + (lane ^ 1)) * 16)"), **_128),
@@ -550,6 +557,69 @@ MUTANTS = (
        "RaceError UninitializedError cells",
        (AHEAD, "slot * (kDownXBytes<kTokens> + kDownRankBytes) + args.m * 128;",
         "slot * (kDownXBytes<72> + kDownRankBytes) + args.m * 128;"), **_128),
+    # ---- several tiles of 128 tokens ----
+    _m("decode: results of every tile of tokens in the rows of the first", "arithmetic", SEVERAL,
+       "cells RaceError",
+       (DECODE, "store_tokens(args, number_of<kTokens>(share, unit * 8 + lane % 4 * 2), n,",
+        "store_tokens(args, unit * 8 + lane % 4 * 2, n,"), **_128),
+    _m("decode: results of every tile in the rows of the first, from shared memory", "arithmetic",
+       SEVERAL_FEW_ROWS, "cells RaceError",
+       (DECODE, "store_tokens(args, number_of<kTokens>(share, token), n,", "store_tokens(args, token, n,"),
+       **_128),
+    _m("decode: rows past M of the last tile of tokens", "cells", SEVERAL, "OutOfBoundsError RaceError",
+       (DECODE, "if (inside && token + j < args.m) {", "if (inside && token + j < 256) {"), **_128),
+    # Of one block, so that tokens differ in it.
+    _m("decode: token scales of the first tile", "arithmetic", dataclasses.replace(SEVERAL, k=32), "cells",
+       (DECODE, "? args.token_scale[number] : 0.0f;", "? args.token_scale[of] : 0.0f;"), **_128),
+    _m("decode: activations of the first tile of tokens", "arithmetic", SEVERAL, "cells",
+       (DECODE, "                                             number_of<kTokens>(share, 0));",
+        "                                             0);"), **_128),
+    _m("decode: staged lora_act of the first tile", "arithmetic", SEVERAL, "cells",
+       (DECODE, "load_lora_act(args, number_of<kTokens>(share, piece / (kActRanks / 8)),",
+        "load_lora_act(args, piece / (kActRanks / 8),"), **_128),
+    _m("decode: ranks past 32 of the first tile of tokens", "arithmetic", SEVERAL, "cells",
+       (DECODE, "load_lora_act(args, number_of<kTokens>(share, unit * 8 + lane / 4),",
+        "load_lora_act(args, unit * 8 + lane / 4,"), **_128),
+    _m("decode: lora_act of the first tile of tokens", "arithmetic", SEVERAL_FEW_ROWS, "cells",
+       (DECODE, "act[j] = load_lora_act(args, number_of<kTokens>(share, first + 8 * j + lane / 4), 8 * q);",
+        "act[j] = load_lora_act(args, first + 8 * j + lane / 4, 8 * q);"), **_128),
+    _m("decode: later ranks of the first tile of tokens", "arithmetic", SEVERAL_FEW_ROWS, "cells",
+       (DECODE, "const int token = number_of<kTokens>(share, first + 8 * j + lane / 4);",
+        "const int token = first + 8 * j + lane / 4;"), **_128),
+    _m("decode: tokens of the last tile without a low-rank product", "arithmetic",
+       dataclasses.replace(SEVERAL_FEW_ROWS, m=140), "cells UninitializedError",
+       (DECODE, "const bool used = number_of<kTokens>(share, first) < args.m &&",
+        "const bool used = number_of<kTokens>(share, first) + 128 < args.m &&"), **_128),
+    _m("decode: weight tiles in the order of tokens", "arithmetic", SEVERAL_FEW_ROWS,
+       "cells RaceError",
+       (DECODE, "share.m0 = tile % args.token_tiles * kTokens;",
+        "share.m0 = tile / args.token_tiles * kTokens;"), **_128),
+    _m("decode: weight tiles as if there were one of tokens", "arithmetic", SEVERAL, "cells RaceError",
+       (DECODE, "      share.n0 = tile / args.token_tiles * args.tile_n;\n", ""), **_128),
+    _m("decode: CTAs of a pair take tiles of their own", "arithmetic", SEVERAL_PAIR,
+       "cells RaceError DeadlockError ProtocolError",
+       (DECODE, "const int tile = cta / args.splits;", "const int tile = cta;"), **_128),
+    _m("decode: the last tile waits for the peer's sums of a whole one", "protocol", SEVERAL_PAIR,
+       "DeadlockError",
+       (DECODE, "max(args.m - number_of<kTokens>(share, share.rank * kHalf), 0)",
+        "max(args.m - share.rank * kHalf, 0)"), **_128),
+    _m("decode: sums of tokens past the last to the peer", "protocol", SEVERAL_PAIR,
+       "DeadlockError ProtocolError RaceError",
+       (DECODE, "const int m = args.m - number_of<kTokens>(share, 0);", "const int m = args.m;"), **_128),
+    _m("decode: LoRA-down of one tile of tokens", "layout", SEVERAL_AHEAD,
+       "RaceError ProtocolError UninitializedError OutOfBoundsError DeadlockError cells",
+       (DECODE, "down_ahead<kDownAheadMostTokens, kThreads", "down_ahead<kAheadTokens<kTokens>, kThreads"),
+       **_128),
+    _m("decode: rows of x past M to the 128th only", "protocol", SEVERAL_AHEAD, "UninitializedError",
+       (AHEAD, "const int missing = (kTokens - args.m) * 128 / 16;",
+        "const int missing = (128 - args.m) * 128 / 16;"), **_128),
+    _m("decode: sums of LoRA-down of the first tile of tokens", "arithmetic", SEVERAL_AHEAD,
+       "DeadlockError cells UninitializedError",
+       (AHEAD, "i < kDownAheadRank / 4 * args.m; i += kThreads",
+        "i < kDownAheadRank / 4 * min(args.m, 128); i += kThreads"), **_128),
+    _m("decode: barriers of LoRA-down behind stages of 128 tokens, not 256", "account", SEVERAL_AHEAD,
+       "ProtocolError RaceError OutOfBoundsError DeadlockError",
+       attrs={"off_down_barriers": lambda v: 3 * (128 * 128 + 64 * 128)}, **_128),
     # ---- the launch before it ----
     _m("decode: shares of LoRA-down eight bytes short", "protocol", FEW_FUSED,
        "RaceError UninitializedError ProtocolError DeadlockError",
@@ -585,8 +655,9 @@ MUTANTS = (
         "return (i & (shares - 1)) == share && i < shares - 1;"), **_FEW_QUANT),
     # ---- LoRA-down in the gemm's launch ----
     _m("decode: lora_act is not waited for", "protocol", DOWN_AHEAD, "cells",
-       (DECODE, "  watched_look(args, RingName::kDecodeLoraAct,\n"
-        "               [&] { return load_relaxed_u32(args.lora_act) != kNotYet; });\n", ""),
+       (DECODE, "  watched_look(args, RingName::kDecodeLoraAct, [&] {\n"
+        "    return load_relaxed_u32(args.lora_act + number_of<kTokens>(share, 0) * args.rank) != kNotYet;\n"
+        "  });\n", ""),
        (DECODE, "        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });",
         "        look(first);"), **_MANY),
     _m("decode: one word of lora_act is waited for", "protocol", DOWN_AHEAD, "cells",

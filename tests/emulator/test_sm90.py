@@ -186,6 +186,7 @@ def decode_cases():
     yield from scale_cases(len(paths) * 10 + 100)
     yield from ahead_cases(len(paths) * 10 + 200)
     yield from many_cases(len(paths) * 10 + 300)
+    yield from several_cases(len(paths) * 10 + 400)
 
 
 def decode_paths():
@@ -337,6 +338,44 @@ def more_many_cases():
         yield many_case(i + i // 42, case, division, cluster, rank, ahead)
 
 
+def several_cases(seed):
+    """Several tiles of 128 tokens: the last of one token, of some and of all; the counts for which
+    LoRA-down can be in the launch, and more; both shapes of a CTA, one and two that divide K."""
+    mxfp4, prepared = Case("mxfp4"), Case("mxfp4", sign_order="sorted")
+    nvfp4, rounded = Case("nvfp4"), Case("nvfp4", precision="fastest")
+    # Path, M, N, K, rows of a CTA, CTAs, rank, LoRA-down in the launch.
+    for i, (case, *shape) in enumerate((
+        (mxfp4, 129, 13, 40, 8, 1, 16, 4),
+        (prepared, 200, 77, 288, 72, 2, 48, 0),
+        (nvfp4, 256, 67, 40, 40, 1, 32, 0),
+        (rounded, 257, 73, 72, 72, 1, 48, 0),
+        (Case("int4"), 385, 11, 296, 8, 2, 0, 0),
+        (mxfp4, 130, 73, 72, 72, 1, 32, 4),
+    )):  # fmt: skip
+        yield several_case(i, case, *shape, seed=seed)
+
+
+def several_case(i, case, m, n, k, tile_n, cluster, rank, ahead, seed=0):
+    return dataclasses.replace(
+        case, m=m, n=n, k=k, rank=rank, kernel="sm90_decode", tile_m=128, tile_n=tile_n,
+        cluster=cluster, stages=2 if i % 3 == 1 else None, fused=ahead > 0, down_ahead=ahead,
+        affine=i % 4 != 2, global_scale=i % 3 == 0,
+        act_unsigned=case.format == "int4" and i % 2 == 1, seed=seed + i,
+    )  # fmt: skip
+
+
+def more_several_cases():
+    """Paths x shapes of a CTA x one CTA and two x M; rows, K, ranks and LoRA-down in turn."""
+    tokens = (129, 200, 256, 257, 385, 400, 512)
+    grid = itertools.product(decode_paths(), MANY_DIVISIONS, (1, 2), tokens)
+    for i, (case, divisions, cluster, m) in enumerate(grid):
+        tile_n, n = divisions[(i + i // 7) % 3]
+        k = ((40, 544, 768), (288, 776, 1280))[cluster - 1][i // 2 % 3]
+        rank, ahead = ((32, 4), (48, 0), (16, 4), (0, 0), (16, 0))[(i + i // 7) % 5]
+        found = several_case(i, case, m, n, k, tile_n, cluster, rank, ahead if m <= 256 else 0)
+        yield dataclasses.replace(found, fused=found.fused or i % 5 == 1)
+
+
 class Decode(parameterized.TestCase):
     @parameterized.named_parameters(named(decode_cases()))
     def test_cells(self, case):
@@ -358,6 +397,19 @@ class Decode(parameterized.TestCase):
             self.assertLen(seen, int(np.prod([len(part) for part in parts])))
         self.assertEqual({case.rank for case in found}, {0, 16, 32, 48, 96})
         self.assertTrue(all(64 < case.m <= 128 for case in found))
+
+    def test_several_cases(self):
+        """Every path, shape of a CTA, width of a cluster and number of tiles; ragged ones too."""
+        found = list(several_cases(0))
+        names = [[c.path.name for c in cases] for cases in (found, decode_paths())]
+        self.assertEqual(*map(set, names))
+        for cases in (found, list(more_several_cases())):
+            shapes = {(plan.budget.decode_shape(128, c.tile_n), c.cluster) for c in cases}
+            self.assertLen(shapes, 4)
+            self.assertEqual({c.rank for c in cases}, {0, 16, 32, 48})
+            self.assertEqual({c.down_ahead for c in cases}, {0, 4})
+            tiles = {-(-c.m // 128) for c in cases}
+            self.assertEqual(tiles, {2, 3, 4})
 
     def test_scales_come_in_turn(self):
         """Of some cases by the plan, of every path that has block scales, and of others not."""
@@ -424,6 +476,41 @@ class ManyTokens(parameterized.TestCase):
     @parameterized.named_parameters(named(more_many_cases()))
     def test_cells(self, case):
         run(case, POLICIES[case.seed % 4], case.seed)
+
+
+@pytest.mark.slow
+class SeveralTiles(parameterized.TestCase):
+    """More than 128 tokens."""
+
+    @parameterized.named_parameters(named(more_several_cases()))
+    def test_cells(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+    @parameterized.parameters(
+        dict(n=73), dict(n=73, cluster=2, k=544), dict(n=37, tile_n=24), dict(n=73, m=140),
+    )  # fmt: skip
+    def test_every_schedule_gives_the_same_bits(self, **changes):
+        case = Case("mxfp4", 256, 72, 288, 32, kernel="sm90_decode", tile_m=128, tile_n=72)
+        case = dataclasses.replace(case, **{"fused": True, "down_ahead": 4} | changes)
+        operands = product.make_operands(case)
+        found = set()
+        for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
+            options = Options(policy, seed, spurious_wait=late)
+            result = product.run(case, options, operands=operands)
+            found.add((result.y.tobytes(), result.lora_act.tobytes()))
+        product.check(case, operands, result)
+        self.assertLen(found, 1)
+
+    @parameterized.parameters((129, 1032, 32), (257, 40, 48), (512, 520, 32))
+    def test_down(self, m, k, rank):
+        """LoRA-down in the quantizer's launch."""
+        case = Case(
+            "mxfp4", m, 8, k, rank, fused=True, kernel="sm90_decode", tile_m=128, tile_n=8,
+        )  # fmt: skip
+        operands, result = run(case, POLICIES[rank // 16 % 4], rank)
+        want = quantized(case, operands)[2]
+        got = product.from_bf16(result.lora_act)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
 
 
 class DownAhead(parameterized.TestCase):
