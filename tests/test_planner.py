@@ -369,8 +369,8 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertGreater(turn, whole)
 
     @parameterized.parameters(
-        ({"m": 129}, "129 rows in 2 tiles of 128, which was not measured"),
-        ({"m": 512}, "512 rows in 4 tiles of 128, which was not measured"),
+        ({"m": 129, "format": "nvfp4"}, "129 rows of nvfp4 in tiles of 128, which was not mea"),
+        ({"m": 257, "n": 8192}, "257 rows of mxfp4 in 2 waves, which was not measured"),
         ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
         ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
         ({"out_dtype": "float32"}, "the result is float32"),
@@ -938,7 +938,7 @@ class PreparedTest(parameterized.TestCase):
     LINEAR = dict(format="mxfp4", k=4096, n=4096, rank=32)
 
     @parameterized.parameters(
-        ({"m": 1}, "sm90_decode"), ({"m": 128}, "sm90_decode"), ({"m": 129}, "sm90_v2"),
+        ({"m": 1}, "sm90_decode"), ({"m": 128}, "sm90_decode"), ({"m": 512}, "sm90_decode"),
         ({"m": 4352}, "sm90_v2"), ({"m": None}, "sm90_v2"),
         ({"m": 512, "groups": 64}, "sm90_grouped"), ({"m": 8192, "groups": 8}, "sm90_grouped"),
     )  # fmt: skip

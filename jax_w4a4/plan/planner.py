@@ -693,32 +693,25 @@ def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) ->
     if lacks is not None:
         return lacks
     design = budget.DESIGNS["sm90_decode"]
-    return (
-        _several_token_tiles(problem)
-        or _no_tile(design, problem, target, forced)
-        or _many_waves(design, problem, target, forced)
-    )
-
-
-def _several_token_tiles(problem: Problem) -> str | None:
-    """Whether there are more rows than one tile holds, which was not measured."""
-    tile_m = budget.DECODE_TOKENS[-1]
-    if problem.m is None or problem.m <= tile_m:
-        return None
-    tiles = -(-problem.m // tile_m)
-    return f"{problem.m} rows in {tiles} tiles of {tile_m}, which was not measured"
+    return _no_tile(design, problem, target, forced) or _many_waves(design, problem, target, forced)
 
 
 def _many_waves(
     design: Design, problem: Problem, target: Target, forced: dict[str, int]
 ) -> str | None:
-    """Whether a tile of 128 tokens would run in several waves where that was not measured.
+    """Whether tiles of 128 tokens would run in several waves where sm90_v2 is not known to lose.
 
-    It was with mxfp4, 2 to 5 % faster than sm90_v2 (bench/results/decode_128_kernels_h200.json);
-    the models of both have nvfp4 and int4 up to 1.7 times slower.
+    One tile of mxfp4 does not, 2 to 5 % (bench/results/decode_128_kernels_h200.json). For the
+    others, and for more tiles, which read the weights once more each, the models of both kernels
+    have sm90_v2 up to 1.7 times as fast.
     """
-    if problem.m is None or problem.m <= 64 or problem.format == "mxfp4":
+    if problem.m is None or problem.m <= 64:
         return None
+    tile = budget.DECODE_TOKENS[-1]
+    if problem.m <= tile and problem.format == "mxfp4":
+        return None
+    if problem.m > tile and problem.format != "mxfp4":
+        return f"{problem.m} rows of {problem.format} in tiles of {tile}, which was not measured"
     fits = _fits(design, problem, target, _tiles(design, problem, forced), forced)
     best = min(
         (fit for fit in fits if not isinstance(fit, str)),
