@@ -369,8 +369,11 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertGreater(turn, whole)
 
     @parameterized.parameters(
-        ({"m": 129, "format": "nvfp4"}, "129 rows of nvfp4 in tiles of 128, which was not mea"),
-        ({"m": 257, "n": 8192}, "257 rows of mxfp4 in 2 waves, which was not measured"),
+        ({"m": 129, "format": "int4", "block": 4096}, "129 rows of int4 in two tiles of 128, whi"),
+        ({"m": 129, "n": 14336}, "129 rows of mxfp4 in 2 waves, which was not measured"),
+        ({"m": 129, "n": 14336, "format": "nvfp4"}, "129 rows of nvfp4 in 2 waves, which was"),
+        ({"m": 257}, "257 rows, more than two tiles of 128 are slower"),
+        ({"m": 512}, "512 rows, more than two tiles of 128 are slower"),
         ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
         ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
         ({"out_dtype": "float32"}, "the result is float32"),
@@ -397,6 +400,14 @@ class Sm90DecodeTest(parameterized.TestCase):
                 self.assertRegex(why, rf"{m} rows of {format} in \d waves, which was not measured")
         few = self.solve(m=64, n=n, k=k, format=format, **changes)
         self.assertEqual(few.kernel, "sm90_decode")
+
+    @parameterized.product(
+        m=(129, 192, 256), format=("mxfp4", "nvfp4"), kn=((4096, 4096), (8192, 8192), (14336, 4096))
+    )
+    def test_chosen_for_two_tiles_of_tokens_in_one_wave(self, m, format, kn):
+        solved = self.solve(m=m, k=kn[0], n=kn[1], format=format)
+        self.assertEqual((solved.kernel, solved.tile_m), ("sm90_decode", 128))
+        self.assertEqual(planner.schedule_of(solved, targets.get("sm_90")).waves, 1)
 
     @parameterized.parameters(
         {"m": 513}, {"m": 0}, {"m": None}, {"n": 0}, {"out_dtype": "float16"}, {"rank": 100},
@@ -594,7 +605,7 @@ class Sm90V2Test(parameterized.TestCase):
     def solve(self, format="mxfp4", kernel=None, forced=(), **changes):
         return plan.solve(problem(format=format, **changes), "sm_90", kernel=kernel, **dict(forced))
 
-    @parameterized.product(format=("mxfp4", "nvfp4"), m=(256, 257, 4352, None), rank=(0, 16, 256))
+    @parameterized.product(format=("mxfp4", "nvfp4"), m=(257, 512, 4352, None), rank=(0, 16, 256))
     def test_chosen_for_prefill(self, format, m, rank):
         solved = self.solve(format, m=m, rank=rank)
         self.assertEqual(solved.kernel, "sm90_v2")
@@ -938,7 +949,7 @@ class PreparedTest(parameterized.TestCase):
     LINEAR = dict(format="mxfp4", k=4096, n=4096, rank=32)
 
     @parameterized.parameters(
-        ({"m": 1}, "sm90_decode"), ({"m": 128}, "sm90_decode"), ({"m": 512}, "sm90_decode"),
+        ({"m": 1}, "sm90_decode"), ({"m": 256}, "sm90_decode"), ({"m": 257}, "sm90_v2"),
         ({"m": 4352}, "sm90_v2"), ({"m": None}, "sm90_v2"),
         ({"m": 512, "groups": 64}, "sm90_grouped"), ({"m": 8192, "groups": 8}, "sm90_grouped"),
     )  # fmt: skip

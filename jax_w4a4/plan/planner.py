@@ -699,19 +699,23 @@ def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) ->
 def _many_waves(
     design: Design, problem: Problem, target: Target, forced: dict[str, int]
 ) -> str | None:
-    """Whether tiles of 128 tokens would run in several waves where sm90_v2 is not known to lose.
+    """Why sm90_v2 is taken for more than 64 rows, None if it is not.
 
-    One tile of mxfp4 does not, 2 to 5 % (bench/results/decode_128_kernels_h200.json). For the
-    others, and for more tiles, which read the weights once more each, the models of both kernels
-    have sm90_v2 up to 1.7 times as fast.
+    One tile of 128 tokens is faster than sm90_v2 with mxfp4 however many waves there are, by 2 to
+    5 % (bench/results/decode_128_kernels_h200.json), else in one wave: the models of both kernels
+    have more up to 1.7 times slower. Two tiles are in one wave with mxfp4 (7 to 34 %) and nvfp4 (3
+    to 14 %), but not with int4 (8192x8192 6 % faster, 4096x4096 5 % slower), and four are not
+    (4096x4096, 512 rows: 26.9 and 23.3 us; bench/results/decode_token_tiles_h200.json).
     """
     if problem.m is None or problem.m <= 64:
         return None
     tile = budget.DECODE_TOKENS[-1]
     if problem.m <= tile and problem.format == "mxfp4":
         return None
-    if problem.m > tile and problem.format != "mxfp4":
-        return f"{problem.m} rows of {problem.format} in tiles of {tile}, which was not measured"
+    if problem.m > 2 * tile:
+        return f"{problem.m} rows, more than two tiles of {tile} are slower"
+    if problem.m > tile and problem.format == "int4":
+        return f"{problem.m} rows of int4 in two tiles of {tile}, which are not always faster"
     fits = _fits(design, problem, target, _tiles(design, problem, forced), forced)
     best = min(
         (fit for fit in fits if not isinstance(fit, str)),
