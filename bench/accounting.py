@@ -65,7 +65,7 @@ def _forced(found: plan.Plan) -> Tuned:
     """A table entry that makes every call with the plan's problem take the plan."""
     keys = ("cluster", "main_stages", "tile_m", "tile_n")
     choices = tuple((key, getattr(found, key)) for key in keys)
-    return Tuned(found.target, found.problem, choices, 0.0, 0.0, "forced")
+    return Tuned(found.target, found.problem, found.kernel, choices, 0.0, 0.0, "forced")
 
 
 def run(shape: Shape, layer: cases.Layer, tile_m: int, rounds: int) -> list[dict]:

@@ -1,4 +1,4 @@
-"""`tune`: times every tile of the kernel for given shapes and keeps the fastest."""
+"""`tune`: times every tile of the kernels for given shapes and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def tune(
 ) -> tuple[Tuned, ...]:
     """Times the tiles of the gemm for some shapes; from then on the planner takes the fastest.
 
-    Nothing needs to be tuned: without it the planner chooses by its cost model. The result holds
-    for exactly these shapes, per device (one device's shard of a sharded product). A saved file is
-    read back by `jax_w4a4.plan.tuning.load(path)`, or at start from the path in the environment
-    variable JAX_W4A4_TUNING.
+    The tiles of the planner's kernel, and on sm_90 of 17 to 512 rows those of both kernels that
+    these might be for. Nothing needs to be tuned: without it the planner chooses by its cost model.
+    The result holds for exactly these shapes, per device (one device's shard of a sharded product).
+    A saved file is read back by `jax_w4a4.plan.tuning.load(path)`, or at start from the path in the
+    environment variable JAX_W4A4_TUNING.
 
     Args:
       shapes: (M, K, N) of x (M, K) and of the weight (N, K).
@@ -125,8 +126,8 @@ def _tune_one(
     sets = list(zip(xs, ws, strict=True))
     turns = _timing.turns_of(*xs[0].shape, ws[0].shape[0])
 
-    def seconds(choices: dict[str, int]) -> float:
-        entry = Tuned(planned.target, planned.problem, _pairs(choices), 0.0, 0.0, device)
+    def seconds(kernel: str, choices: dict[str, int]) -> float:
+        entry = Tuned(planned.target, planned.problem, kernel, _pairs(choices), 0.0, 0.0, device)
         with plan.tuning.using([entry]):
             chain = _timing.jax_turns(call, sets, turns)
             return _timing.seconds_per_call(chain, rounds=rounds)
@@ -144,35 +145,55 @@ def _plan_of(call: Callable[..., Array], x: Array, w: Weight) -> plan.Plan:
     return plans[0]
 
 
-def sweep(planned: plan.Plan, seconds: Callable[[dict[str, int]], float], device: str) -> Tuned:
-    """The fastest of the tiles that fit.
+# The planner switches between these by the number of rows. Up to 16, where the second was never near,
+# and past 512, which the first does not take, one of them is timed.
+_RIVALS = ("sm90_decode", "sm90_v2")
+_RIVAL_ROWS = range(17, 513)
+
+
+def kernels(planned: plan.Plan) -> list[str]:
+    """The planner's kernel, and its rival where that takes the problem and might be faster."""
+    names = [planned.kernel]
+    if planned.kernel in _RIVALS and planned.problem.m in _RIVAL_ROWS:
+        for name in _RIVALS:
+            try:
+                found = plan.solve(planned.problem, planned.target, kernel=name)
+            except (NotImplementedError, ValueError):
+                continue
+            names += [found.kernel] if found.kernel not in names else []
+    return names
+
+
+def sweep(
+    planned: plan.Plan, seconds: Callable[[str, dict[str, int]], float], device: str
+) -> Tuned:
+    """The fastest of the tiles that fit, of all `kernels`.
 
     Args:
       planned: the planner's own plan.
-      seconds: times one call with the given choices.
+      seconds: times one call with the given kernel and choices.
       device: name of the device, for the record.
 
     Raises:
-      NotImplementedError: the kernel has one tile.
+      NotImplementedError: there is one kernel, which has one tile.
     """
-    design = plan.budget.DESIGNS[planned.kernel]
     own = {"tile_m": planned.tile_m, "tile_n": planned.tile_n, "cluster": planned.cluster}
-    timed = [(seconds(own), own)]
-    for tile_m, tile_n, cluster in design.tiles_of(planned.problem):
-        choices = {"tile_m": tile_m, "tile_n": tile_n, "cluster": cluster}
-        if choices == own:
-            continue
-        try:
-            plan.solve(planned.problem, planned.target, kernel=planned.kernel, **choices)
-        except plan.DoesNotFitError:
-            continue
-        timed.append((seconds(choices), choices))
+    timed = [(seconds(planned.kernel, own), planned.kernel, own)]
+    for kernel in kernels(planned):
+        for tile_m, tile_n, cluster in plan.budget.DESIGNS[kernel].tiles_of(planned.problem):
+            choices = {"tile_m": tile_m, "tile_n": tile_n, "cluster": cluster}
+            if (kernel, choices) == (planned.kernel, own):
+                continue
+            try:
+                plan.solve(planned.problem, planned.target, kernel=kernel, **choices)
+            except plan.DoesNotFitError:
+                continue
+            timed.append((seconds(kernel, choices), kernel, choices))
     if len(timed) == 1:
         raise NotImplementedError(
             f"jax_w4a4.tune: kernel {planned.kernel} has one tile for this problem, there is "
             "nothing to choose"
         )
-    best, choices = min(timed, key=lambda pair: pair[0])
-    return Tuned(
-        planned.target, planned.problem, _pairs(choices), best * 1e6, timed[0][0] * 1e6, device
-    )
+    best, kernel, choices = min(timed, key=lambda each: each[0])
+    us = best * 1e6, timed[0][0] * 1e6
+    return Tuned(planned.target, planned.problem, kernel, _pairs(choices), *us, device)

@@ -1009,7 +1009,7 @@ class PreparedTest(parameterized.TestCase):
 
     def test_tuned_apart(self):
         p = problem(**self.LINEAR, m=4352)
-        entry = plan.tuning.Tuned("sm_90", p, (("tile_m", 64),), 1.0, 2.0, "a test")
+        entry = plan.tuning.Tuned("sm_90", p, "sm90_v2", (("tile_m", 64),), 1.0, 2.0, "a test")
         with plan.tuning.using([entry]):
             self.assertEqual(plan.solve(p, "sm_90").tile_m, 64)
             prepared = dataclasses.replace(p, sign_order="sorted")

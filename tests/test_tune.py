@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 import jax_w4a4
 from jax_w4a4 import plan
 from jax_w4a4.plan import tuning
-from jax_w4a4.tune import _operands, _plan_of, sweep
+from jax_w4a4.tune import _operands, _plan_of, kernels, sweep
 
 PROBLEM = plan.Problem(
     4352, 3072, 3840, 128, "mxfp4", 32, "bfloat16", "bfloat16", "bfloat16", "float8_e8m0fnu", 3840
@@ -25,8 +25,8 @@ PROBLEM = plan.Problem(
 OTHER = (("cluster", 1), ("tile_m", 64), ("tile_n", 128))
 
 
-def entry(problem=PROBLEM, choices=OTHER):
-    return tuning.Tuned("sm_90", problem, choices, 70.0, 80.0, "a test")
+def entry(problem=PROBLEM, choices=OTHER, kernel="sm90_v2"):
+    return tuning.Tuned("sm_90", problem, kernel, choices, 70.0, 80.0, "a test")
 
 
 class TableTest(parameterized.TestCase):
@@ -80,15 +80,13 @@ class TableTest(parameterized.TestCase):
         for k, planned in ((4096, 4), (2048, 0)):
             problem = dataclasses.replace(PROBLEM, m=64, n=4096, k_pad=k, k=k, rank=32)
             self.assertEqual(plan.solve(problem, "sm_90").ffi_attrs()["down_ahead"], planned)
-            tuning.add(
-                [dataclasses.replace(entry(problem), choices=(("down_ahead", 4 - planned),))]
-            )
+            tuning.add([entry(problem, (("down_ahead", 4 - planned),), "sm90_decode")])
             self.assertEqual(plan.solve(problem, "sm_90").ffi_attrs()["down_ahead"], 4 - planned)
 
     @parameterized.parameters(
         ("not json", "JSONDecodeError"),
         ("{}", "KeyError"),
-        (json.dumps({"schema": 0, "entries": []}), "schema 0, expected"),
+        (json.dumps({"schema": 1, "entries": []}), "schema 1, expected 2"),
     )
     def test_a_bad_file_is_refused(self, text, reason):
         self.path.write_text(text)
@@ -106,6 +104,9 @@ class TableTest(parameterized.TestCase):
         ({"choices": {"down_ahead": "4"}}, "forced down_ahead is '4'"),
         ({"choices": {"down_ahead": 3}}, "forced down_ahead is 3; expected 0 or 4"),
         ({"choices": {"down_ahead": 4}}, "it is for sm90_decode behind quantizer 5"),
+        ({"kernel": None}, "kernel is None, expected a name"),
+        ({"kernel": "sm90_v9"}, "unknown kernel 'sm90_v9'"),
+        ({"kernel": "sm90_decode"}, "sm90_decode cannot take this problem: 4352 rows"),
         ({"us": "fast"}, "us is 'fast'"),
         ({"planned_us": None}, "planned_us is None"),
         ({"target": "sm_999"}, "sm_999"),
@@ -154,7 +155,7 @@ class TableTest(parameterized.TestCase):
         )
         self.assertEqual(done.stdout.strip(), "64")
 
-    @parameterized.parameters(None, "{}", json.dumps({"schema": 1, "entries": [{"choices": {}}]}))
+    @parameterized.parameters(None, "{}", json.dumps({"schema": 2, "entries": [{"choices": {}}]}))
     def test_a_bad_file_in_the_environment_names_the_variable(self, text):
         if text is not None:
             self.path.write_text(text)
@@ -170,7 +171,8 @@ class SweepTest(parameterized.TestCase):
         planned = plan.solve(PROBLEM, "sm_90")
         timed = []
 
-        def seconds(choices):
+        def seconds(kernel, choices):
+            self.assertEqual(kernel, "sm90_v2")
             timed.append(tuple(sorted(choices.items())))
             return 1e-6 if choices["tile_m"] == 64 and choices["cluster"] == 1 else 2e-6
 
@@ -184,8 +186,33 @@ class SweepTest(parameterized.TestCase):
 
     def test_the_planned_tile_stays_unless_another_is_faster(self):
         planned = plan.solve(PROBLEM, "sm_90")
-        best = sweep(planned, lambda choices: 1e-6, "a test")
+        best = sweep(planned, lambda kernel, choices: 1e-6, "a test")
         self.assertEqual(dict(best.choices)["tile_m"], planned.tile_m)
+
+    @parameterized.parameters(
+        (1, {}, ["sm90_decode"]), (16, {}, ["sm90_decode"]), (17, {}, ["sm90_decode", "sm90_v2"]),
+        (128, {}, ["sm90_decode", "sm90_v2"]), (257, {}, ["sm90_v2", "sm90_decode"]),
+        (512, {}, ["sm90_v2", "sm90_decode"]), (513, {}, ["sm90_v2"]), (4352, {}, ["sm90_v2"]),
+        (None, {}, ["sm90_v2"]), (257, {"precision": "highest"}, ["sm90_v2"]),
+        (64, {"out_dtype": "float32"}, ["sm90_v1"]),
+    )  # fmt: skip
+    def test_kernels_that_a_problem_may_be_for(self, m, changes, names):
+        problem = dataclasses.replace(PROBLEM, m=m, **changes)
+        self.assertEqual(kernels(plan.solve(problem, "sm_90")), names)
+
+    @parameterized.parameters((128, "sm90_decode", "sm90_v2"), (257, "sm90_v2", "sm90_decode"))
+    def test_the_tile_of_another_kernel_may_be_the_fastest(self, m, own, other):
+        """128x128 on one CTA is a tile of both: the entry says whose it is."""
+        problem = dataclasses.replace(PROBLEM, m=m)
+        planned = plan.solve(problem, "sm_90")
+        self.assertEqual(planned.kernel, own)
+        tile = {"tile_m": 128, "tile_n": 128, "cluster": 1}
+        fastest = lambda kernel, choices: 2.0 - (kernel == other and choices == tile)  # noqa: E731
+        best = sweep(planned, fastest, "a test")
+        self.assertEqual((best.kernel, dict(best.choices)), (other, tile))
+        with tuning.using([best]):
+            self.assertEqual(plan.solve(problem, "sm_90").kernel, other)
+            self.assertIn(f"tuned {other}, cluster=1", plan.solve(problem, "sm_90").reasons[0])
 
     def test_without_a_gpu_it_says_what_to_do(self):
         if jax.default_backend() == "gpu":

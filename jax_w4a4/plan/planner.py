@@ -416,7 +416,7 @@ def solve(
     target = targets.get(target)
     tuned = tuning.lookup(problem, target.name) if kernel is None and not forced else None
     if tuned is not None:
-        found = _solve(problem, target, None, tuned.choices)
+        found = _solve(problem, target, tuned.kernel, tuned.choices)
         return dataclasses.replace(found, reasons=(f"tuned {tuned}", *found.reasons))
     return _solve(problem, target, kernel, tuple(sorted(forced.items())))
 

@@ -20,7 +20,7 @@ from jax_w4a4.plan import targets
 from jax_w4a4.plan.budget import Problem
 
 ENVIRONMENT = "JAX_W4A4_TUNING"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Tuned:
     Attributes:
       target: name of the target, such as "sm_90".
       problem: what was timed.
+      kernel: the fastest's, a name in ``budget.DESIGNS``: a tile may be of more than one.
       choices: (name, value) pairs as `plan.solve` takes them.
       us: microseconds of one call with them.
       planned_us: the same with the planner's own choices, in the same run.
@@ -38,6 +39,7 @@ class Tuned:
 
     target: str
     problem: Problem
+    kernel: str
     choices: tuple[tuple[str, int], ...]
     us: float
     planned_us: float
@@ -45,7 +47,8 @@ class Tuned:
 
     def __str__(self) -> str:
         text = ", ".join(f"{name}={value}" for name, value in self.choices)
-        return f"{text}: {self.us:.1f} us measured on {self.device}, planned {self.planned_us:.1f}"
+        measured = f"{self.us:.1f} us measured on {self.device}, planned {self.planned_us:.1f}"
+        return f"{self.kernel}, {text}: {measured}"
 
 
 _table: dict[tuple[str, Problem], Tuned] = {}
@@ -116,7 +119,7 @@ def load(path: str | os.PathLike) -> tuple[Tuned, ...]:
             raise ValueError(f"schema {data['schema']}, expected {SCHEMA}")
         entries = tuple(_entry(row) for row in data["entries"])
         for entry in entries:
-            planner.solve(entry.problem, entry.target, **dict(entry.choices))
+            planner.solve(entry.problem, entry.target, kernel=entry.kernel, **dict(entry.choices))
     except OSError:
         raise
     except Exception as error:  # JSON can hold anything, nested to any depth
@@ -138,10 +141,17 @@ def _entry(row: dict[str, Any]) -> Tuned:
     read = {
         "target": targets.get(row["target"]).name,
         "problem": Problem(**row["problem"]),
+        "kernel": _kernel(row["kernel"]),
         "choices": choices,
         "device": str(row["device"]),
     }
     return Tuned(**row | read)
+
+
+def _kernel(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"kernel is {name!r}, expected a name")
+    return name
 
 
 @functools.cache
