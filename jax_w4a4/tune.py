@@ -145,8 +145,8 @@ def _plan_of(call: Callable[..., Array], x: Array, w: Weight) -> plan.Plan:
     return plans[0]
 
 
-# The planner switches between these by the number of rows. Up to 16, where the second was never near,
-# and past 512, which the first does not take, one of them is timed.
+# The planner switches between these by the number of rows. Up to 16, where the second was never
+# near, and past 512, which the first does not take, one of them is timed.
 _RIVALS = ("sm90_decode", "sm90_v2")
 _RIVAL_ROWS = range(17, 513)
 
