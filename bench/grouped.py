@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
             found.append(row)
             print(line(row), flush=True)
             if args.json:
-                result = {"environment": environment(), "rank": RANK, "rows": found}
+                result = {"environment": environment("bench.grouped"), "rank": RANK, "rows": found}
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
     failed = [row for row in found if "error" in row and row["route"].startswith("grouped")]

@@ -703,9 +703,10 @@ def _many_waves(
 
     One tile of 128 tokens is faster than sm90_v2 with mxfp4 however many waves there are, by 2 to
     5 % (bench/results/decode_128_kernels_h200.json), else in one wave: the models of both kernels
-    have more up to 1.7 times slower. Two tiles are in one wave with mxfp4 (7 to 34 %) and nvfp4 (3
-    to 14 %), but not with int4 (8192x8192 6 % faster, 4096x4096 5 % slower), and four are not
-    (4096x4096, 512 rows: 26.9 and 23.3 us; bench/results/decode_token_tiles_h200.json).
+    have more up to 1.7 times slower. Two tiles are in one wave with mxfp4 (9 to 34 %) and nvfp4 (3
+    to 14 %), up to rank 32: of more LoRA-down was not measured. They are not with int4 (8192x8192
+    5 % faster, 4096x4096 5 % slower), and three and four are not (4096x4096, 257 rows 22.7 and
+    23.1 us, 512 rows 26.9 and 23.3; bench/results/decode_token_tiles_h200.json).
     """
     if problem.m is None or problem.m <= 64:
         return None
@@ -713,9 +714,11 @@ def _many_waves(
     if problem.m <= tile and problem.format == "mxfp4":
         return None
     if problem.m > 2 * tile:
-        return f"{problem.m} rows, more than two tiles of {tile} are slower"
+        return f"{problem.m} rows, more than two tiles of {tile} are not always faster"
     if problem.m > tile and problem.format == "int4":
         return f"{problem.m} rows of int4 in two tiles of {tile}, which are not always faster"
+    if problem.m > tile and problem.rank > budget.DOWN_AHEAD_RANK:
+        return f"{problem.m} rows in two tiles of {tile} at rank {problem.rank}, not measured"
     fits = _fits(design, problem, target, _tiles(design, problem, forced), forced)
     best = min(
         (fit for fit in fits if not isinstance(fit, str)),

@@ -469,8 +469,8 @@ def _whole(session: Session, kind: Kind, m: int, n: int, k: int, rank: int, seed
     return (lambda: _run(_matmul, operands, **static)[0]), operands, spec
 
 
-# M, K, rank for LoRA-down in sm90_decode's own launch, where CTAs wait for each other's sums; the last
-# has two tiles of tokens, but for int4, which sm90_v2 takes.
+# M, K, rank for LoRA-down in sm90_decode's own launch, where CTAs wait for each other's sums; the
+# last has two tiles of tokens, but for int4, which sm90_v2 takes.
 DOWN_AHEAD = ((33, 4104, 32), (97, 8200, 16), (205, 8200, 32))
 QUANTIZER = ((70, 416, 32), (300, 1032, 0), (257, 2048, 128), (5, 1032, 32), *DOWN_AHEAD)
 
