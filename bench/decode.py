@@ -307,7 +307,9 @@ def main(argv: list[str] | None = None) -> int:
             if args.json:
                 report = {"environment": environment("bench.decode"), "rows": results}
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if any("error" in r and r["route"].startswith("matmul") for r in results) else 0
+    # A kernel that is asked for may not take a shape; what the planner takes has to run.
+    failed = any("error" in r and r["route"].startswith("matmul") for r in results)
+    return 1 if failed and not args.implementations else 0
 
 
 if __name__ == "__main__":

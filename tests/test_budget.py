@@ -311,13 +311,17 @@ class BesideTest(parameterized.TestCase):
         design = budget.DESIGNS["sm90_decode"]
         # 1 KB of the SM's is reserved for each CTA; 20544 bytes are the quantizer's.
         left = 228 * 1024 - design.capacity(targets.get("sm_90"), tile_m) - 1024
-        left += design.spare(tile_m, tile_n)
+        left += design.spare(problem(m=tile_m, k=4096), tile_m, tile_n)
         self.assertGreaterEqual(left, 1024 + 20544 if beside else 0)
 
     def test_long_tokens_take_more_registers(self):
         self.assertTrue(budget.beside_decode(32, 32, 4096))
         self.assertFalse(budget.beside_decode(32, 32, 4104))
         self.assertTrue(budget.beside_decode(16, 32, 16384))
+        # And what the gemm would leave them stays its own.
+        design = budget.DESIGNS["sm90_decode"]
+        for k, bytes in ((4096, 21568), (4128, 0)):
+            self.assertEqual(design.spare(problem(m=32, k=k), 32, 32), bytes)
 
 
 class DownAheadTest(parameterized.TestCase):

@@ -104,8 +104,10 @@ class TableTest(parameterized.TestCase):
         ({"choices": {"down_ahead": "4"}}, "forced down_ahead is '4'"),
         ({"choices": {"down_ahead": 3}}, "forced down_ahead is 3; expected 0 or 4"),
         ({"choices": {"down_ahead": 4}}, "it is for sm90_decode behind quantizer 5"),
-        ({"kernel": None}, "kernel is None, expected a name"),
-        ({"kernel": "sm90_v9"}, "unknown kernel 'sm90_v9'"),
+        ({"kernel": None}, "kernel is None, expected one of sm90_v1, "),
+        ({"kernel": "sm90_v9"}, "kernel is 'sm90_v9', expected one of"),
+        # An account for comparison, which has no kernel.
+        ({"kernel": "svdquant_v2", "target": "sm_100"}, "kernel is 'svdquant_v2', expected one of"),
         ({"kernel": "sm90_decode"}, "sm90_decode cannot take this problem: 4352 rows"),
         ({"us": "fast"}, "us is 'fast'"),
         ({"planned_us": None}, "planned_us is None"),

@@ -1344,10 +1344,11 @@ class Design:
         reserved = target.smem_per_sm - target.smem_bytes
         return target.smem_per_sm // ctas - reserved
 
-    def spare(self, tile_m: int, tile_n: int) -> int:
+    def spare(self, problem: Problem, tile_m: int, tile_n: int) -> int:
         """Of it, what a launch leaves to a CTA of the launch before it, to start early: quantizer 5
         has up to 20544 bytes with eight warps, and 1 KB is reserved."""
-        return 1024 + 20544 if self.decode and beside_decode(tile_m, tile_n, 0) else 0
+        k = problem.k or problem.k_pad
+        return 1024 + 20544 if self.decode and beside_decode(tile_m, tile_n, k) else 0
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""

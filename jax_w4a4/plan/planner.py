@@ -1064,7 +1064,7 @@ def _fit(
 
     most = design.max_main_stages
     capacity = design.capacity(target, config.tile_m)
-    capacity -= design.spare(config.tile_m, config.tile_n)
+    capacity -= design.spare(problem, config.tile_m, config.tile_n)
     if "main_stages" in forced:
         main = forced["main_stages"]
         if most is not None and main > most:
@@ -1211,7 +1211,7 @@ def _reasons(
 
     return (
         _why_tile(design, problem, target, found, forced),
-        _why_main(design, best, target, smem, forced),
+        _why_main(design, problem, best, target, smem, forced),
         _why_lora(design, problem, target, found, forced),
         _why_store(design, best, target, smem, forced),
         *_why_accumulator(design, problem, target, best),
@@ -1291,6 +1291,7 @@ def _why_tile(
 
 def _why_main(
     design: Design,
+    problem: Problem,
     best: Config,
     target: Target,
     smem: Callable[..., int],
@@ -1311,7 +1312,7 @@ def _why_main(
             return (
                 f"{name}: {best.main_stages * weight} B of weights in flight per SM, more is slower"
             )
-    capacity -= design.spare(best.tile_m, best.tile_n)
+    capacity -= design.spare(problem, best.tile_m, best.tile_n)
     store = forced.get("store_stages", design.min_store_stages)
     before = smem(store_stages=store)
     one_more = smem(store_stages=store, main_stages=best.main_stages + 1) - before

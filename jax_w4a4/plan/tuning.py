@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_w4a4.plan import targets
-from jax_w4a4.plan.budget import Problem
+from jax_w4a4.plan.budget import DESIGNS, Problem
 
 ENVIRONMENT = "JAX_W4A4_TUNING"
 SCHEMA = 2
@@ -149,8 +149,10 @@ def _entry(row: dict[str, Any]) -> Tuned:
 
 
 def _kernel(name: Any) -> str:
-    if not isinstance(name, str):
-        raise ValueError(f"kernel is {name!r}, expected a name")
+    design = DESIGNS.get(name) if isinstance(name, str) else None
+    if design is None or not design.implemented:
+        kernels = ", ".join(each.name for each in DESIGNS.values() if each.implemented)
+        raise ValueError(f"kernel is {name!r}, expected one of {kernels}")
     return name
 
 
