@@ -78,15 +78,18 @@ def stacking(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
     """A function of the operand sets' leaves that makes `call(*operands)` of every set in turn.
 
     What a call reads besides its weight, the second operand, is known only with the result of the
-    call before: so it is with rows and group sizes, which a router makes of that. Of each result
-    one element is read, all in one small kernel per turn, or XLA would drop the product.
+    call before: so it is with rows and group sizes, which a router makes of that. Set i of turn t
+    takes those of set i + t, so that no product is asked for twice, which XLA could merge. Of each
+    result one element is read, all in one small kernel per turn, or XLA would drop the product.
     """
 
     def run(seen, *leaves):
         before = seen
-        for _ in range(turns):
+        sets = tree.unflatten(leaves)
+        for turn in range(turns):
             ys = []
-            for x, w, *rest in tree.unflatten(leaves):
+            for i, (_, w, *_) in enumerate(sets):
+                x, _, *rest = sets[(i + turn) % len(sets)]
                 (x, rest), before = lax.optimization_barrier(((x, rest), before))
                 if ys:
                     ys[-1] = before

@@ -60,7 +60,7 @@ class ExplainTest(parameterized.TestCase):
         self.assertEqual(linear[1] != prepared[1], differs)
 
     def test_json(self):
-        status, out, _ = run(*"explain 256 128 96 --target sm_90 --json".split())
+        status, out, _ = run(*"explain 300 128 96 --target sm_90 --json".split())
         self.assertEqual(status, 0)
         self.assertEqual(json.loads(out)["calls"][0]["plan"]["kernel"], "sm90_v2")
 

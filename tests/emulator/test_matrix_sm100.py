@@ -79,15 +79,27 @@ class GemmCells(parameterized.TestCase):
             every_schedule(run, 2 * (rank + tiles))
 
 
+# Each variant with one of the ranks, in turn; and the others.
+ONE_GROUP = [(variant, RANKS[i % len(RANKS)]) for i, variant in enumerate(VARIANTS)]
+MORE_GROUPS = [each for each in itertools.product(VARIANTS, RANKS) if each not in ONE_GROUP]
+
+
 class Gemm(GemmCells):
     @parameterized.product(variant=VARIANTS, format=FORMATS, rank=RANKS, tiles=TILES[1::2])
     def test_cells(self, variant, format, rank, tiles):
         first = first_tail(format, rank, tiles)
         self.cell(variant, format, rank, tiles, GROUPS, TAILS[first : first + 1])
 
-    @parameterized.product(variant=VARIANTS, rank=RANKS)
+    @parameterized.parameters(*ONE_GROUP)
     def test_one_group(self, variant, rank):
         """Accumulators and store slots are used again and again."""
+        self.cell(variant, FORMATS[rank == 32], rank, 4, 1, TAILS[1:2])
+
+
+@pytest.mark.slow
+class OtherGroups(GemmCells):
+    @parameterized.parameters(*MORE_GROUPS)
+    def test_one_group(self, variant, rank):
         self.cell(variant, FORMATS[rank == 32], rank, 4, 1, TAILS[1:2])
 
 
