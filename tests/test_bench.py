@@ -314,8 +314,8 @@ class DecodeTest(parameterized.TestCase):
         names = [cases.BASE, "matmul mxfp4 xla", "matmul mxfp4 sm90_decode"]
         self.assertEqual([(row["m"], row["route"]) for row in rows],
                          [(m, name) for m in (1, 129) for name in names])  # fmt: skip
+        self.assertEqual(code, 0)
         if jax.default_backend() != "gpu":
-            self.assertEqual(code, 1)
             self.assertEqual(["error" in row for row in rows], [False, False, True] * 2)
 
     def test_implementations_force_the_kernel(self):

@@ -262,7 +262,7 @@ SM100 = (
 # In every run; the rest with -m slow.
 FAST = {
     "K of the main product", "token scales", "no zero fill", "K of the block-scaled product",
-    "scales of B", "accumulator between kinds", "halves of B in a pair",
+    "scales of B",
 }  # fmt: skip
 
 
