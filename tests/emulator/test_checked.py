@@ -147,14 +147,24 @@ LOST = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
+class OtherSchedules(parameterized.TestCase):
+    @parameterized.named_parameters((one.name, one) for one in LOST)
+    def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
+        Waits.lost_arrival(self, one, [p for p in POLICIES if p not in POLICIES[::3]])
+
+
 class Waits(parameterized.TestCase):
     @parameterized.named_parameters((one.name, one) for one in LOST)
     def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
         """Under every schedule the same waits, and nothing else, are told."""
+        self.lost_arrival(one, POLICIES[::3])
+
+    def lost_arrival(self, one, policies):
         module = RUN[one.family]
         operands = module.make_operands(one.case)
         with hopper.seeded(one.sources, one.edits, host(one.family)) as driver:
-            for policy in POLICIES:
+            for policy in policies:
                 options = Options(policy=policy, max_steps=500_000)
                 with self.assertRaisesRegex(TrapError, "trap"):
                     module.run(

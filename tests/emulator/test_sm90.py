@@ -136,10 +136,6 @@ class Gemm(parameterized.TestCase):
         bits = [run(case, policy, seed)[1].y for seed in range(2)]
         np.testing.assert_array_equal(bits[0], bits[1])
 
-    @parameterized.parameters((0, 1), (48, 2))
-    def test_a_prepared_weight_gives_the_same_bits(self, rank, cluster):
-        check_prepared(Case("mxfp4", 70, 136, 416, rank, cluster=cluster))
-
     @parameterized.product(tiles=(1, 2, 3, 4, 5), cluster=(1, 2))
     def test_tile_counts(self, tiles, cluster):
         """1, 2, and one below, equal to and above the number of clusters."""
@@ -150,6 +146,10 @@ class Gemm(parameterized.TestCase):
 
 @pytest.mark.slow
 class Schedules(parameterized.TestCase):
+    @parameterized.parameters((0, 1), (48, 2))
+    def test_a_prepared_weight_gives_the_same_bits(self, rank, cluster):
+        check_prepared(Case("mxfp4", 70, 136, 416, rank, cluster=cluster))
+
     @parameterized.named_parameters(named([*cases(), *stage_cases()]))
     def test_policies_and_seeds(self, case):
         for policy, seed in itertools.product(POLICIES, range(5)):
