@@ -104,20 +104,8 @@ def stacking(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
 
 
 def jax_stack(call: Callable, operand_sets: Sequence[tuple], turns: int) -> Chain:
-    """One jitted function that goes through `call(x, w, ...)` of every set, `turns` times.
-
-    Its one result is donated to the next call, so that no address changes and a command buffer is
-    replayed.
-    """
-    leaves, tree = jax.tree.flatten(list(operand_sets))
-    jitted = jax.jit(stacking(call, tree, turns), donate_argnums=0)
-    state = [jnp.zeros(len(operand_sets))]
-
-    def enqueue() -> jax.Array:
-        state[0] = jitted(state[0], *leaves)
-        return state[0]
-
-    return Chain(enqueue, jax.block_until_ready, turns * len(operand_sets))
+    """`jax_turns` in which each call waits for the one before, of `call(x, w, ...)`."""
+    return jax_turns(call, operand_sets, turns, stacking)
 
 
 def host_seconds(chain: Chain, *, samples: int = 5) -> float:

@@ -84,15 +84,17 @@ def turning(call: Callable, tree: Any, turns: int) -> Callable[..., jax.Array]:
     return run
 
 
-def jax_turns(call: Callable, operand_sets: Sequence[tuple], turns: int) -> Chain:
+def jax_turns(
+    call: Callable, operand_sets: Sequence[tuple], turns: int, made: Callable = turning
+) -> Chain:
     """One jitted function that makes `call(x, w)` on every operand set, `turns` times in turn.
 
     For small products: what a dispatch costs the host grows with the arrays it is given and makes,
     not with the turns. The one result is donated to the next call, so that no address changes and
-    a command buffer is replayed.
+    a command buffer is replayed. `made` makes the function that goes through the sets.
     """
     leaves, tree = jax.tree.flatten(list(operand_sets))
-    jitted = jax.jit(turning(call, tree, turns), donate_argnums=0)
+    jitted = jax.jit(made(call, tree, turns), donate_argnums=0)
     state = [jnp.zeros(len(operand_sets))]
 
     def enqueue() -> jax.Array:
