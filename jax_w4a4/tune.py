@@ -155,12 +155,12 @@ def kernels(planned: plan.Plan) -> list[str]:
     """The planner's kernel, and its rival where that takes the problem and might be faster."""
     names = [planned.kernel]
     if planned.kernel in _RIVALS and planned.problem.m in _RIVAL_ROWS:
-        for name in _RIVALS:
-            try:
-                found = plan.solve(planned.problem, planned.target, kernel=name)
-            except (NotImplementedError, ValueError):
-                continue
-            names += [found.kernel] if found.kernel not in names else []
+        (rival,) = set(_RIVALS) - {planned.kernel}
+        try:
+            plan.solve(planned.problem, planned.target, kernel=rival)
+        except (NotImplementedError, ValueError):
+            return names
+        names.append(rival)
     return names
 
 

@@ -306,7 +306,7 @@ class BesideTest(parameterized.TestCase):
         (8, 128, 64), (16, 24, 64), (32, 32, 64), (64, 32, 96), (32, 40, 96), (64, 40, 96),
     )  # fmt: skip
     def test_registers_and_shared_memory(self, tile_m, tile_n, gemm):
-        beside = budget.beside_decode(tile_m, tile_n, 4096)
+        beside = budget.beside_decode(problem(k=4096), tile_m, tile_n)
         self.assertEqual(beside, 640 * gemm + 256 * 96 <= 65536)
         design = budget.DESIGNS["sm90_decode"]
         # 1 KB of the SM's is reserved for each CTA; 20544 bytes are the quantizer's.
@@ -315,9 +315,10 @@ class BesideTest(parameterized.TestCase):
         self.assertGreaterEqual(left, 1024 + 20544 if beside else 0)
 
     def test_long_tokens_take_more_registers(self):
-        self.assertTrue(budget.beside_decode(32, 32, 4096))
-        self.assertFalse(budget.beside_decode(32, 32, 4104))
-        self.assertTrue(budget.beside_decode(16, 32, 16384))
+        self.assertTrue(budget.beside_decode(problem(k=4096), 32, 32))
+        long = dataclasses.replace(problem(k=4112), k=4104)
+        self.assertFalse(budget.beside_decode(long, 32, 32))
+        self.assertTrue(budget.beside_decode(problem(k=16384), 16, 32))
         # And what the gemm would leave them stays its own.
         design = budget.DESIGNS["sm90_decode"]
         for k, bytes in ((4096, 21568), (4128, 0)):

@@ -923,12 +923,13 @@ def decode_down_ranks(warps: int) -> int:
     return 32 if warps > 8 else 16
 
 
-def beside_decode(tile_m: int, tile_n: int, k: int) -> bool:
+def beside_decode(problem: Problem, tile_m: int, tile_n: int) -> bool:
     """Whether CTAs of quantizer 5, of 256 threads and 96 registers each, lie on an SM beside one of
     sm90_decode: where that has 64 registers for each of its 640 threads."""
     if tile_m <= 16:
         return True
     # Longer tokens would take more registers.
+    k = problem.k or problem.k_pad
     return tile_m == 32 and decode_shape(tile_m, tile_n)[0] == 32 and k <= 4096
 
 
@@ -1021,7 +1022,7 @@ def down_ahead(
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
     assert problem.m is not None and problem.m <= DOWN_AHEAD_MOST_TOKENS, problem
-    tokens = 64 if tile_m <= 64 else 128 if problem.m <= 128 else DOWN_AHEAD_MOST_TOKENS
+    tokens = max(64, tile_m) if problem.m <= tile_m else DOWN_AHEAD_MOST_TOKENS
     stage = max(72, tokens) * 64 * 2 + 64 * 64 * 2
     partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
@@ -1347,8 +1348,7 @@ class Design:
     def spare(self, problem: Problem, tile_m: int, tile_n: int) -> int:
         """Of it, what a launch leaves to a CTA of the launch before it, to start early: quantizer 5
         has up to 20544 bytes with eight warps, and 1 KB is reserved."""
-        k = problem.k or problem.k_pad
-        return 1024 + 20544 if self.decode and beside_decode(tile_m, tile_n, k) else 0
+        return 1024 + 20544 if self.decode and beside_decode(problem, tile_m, tile_n) else 0
 
     def runs(self, lora_stages: int) -> bool:
         """Whether the kernel has this LoRA staging."""
@@ -1369,10 +1369,9 @@ class Design:
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
         if self.decode:
-            m = problem.m or 0
-            least = min((t for t in DECODE_TOKENS if t >= m > 0), default=0)
-            if DECODE_TOKENS[-1] < m <= DECODE_MOST_TOKENS:
-                least = DECODE_TOKENS[-1]
+            m, least = problem.m or 0, 0
+            if 0 < m <= DECODE_MOST_TOKENS:
+                least = min((t for t in DECODE_TOKENS if t >= m), default=DECODE_TOKENS[-1])
             return tuple(
                 t
                 for t in self.tiles

@@ -693,10 +693,12 @@ def _why_not_decode(problem: Problem, target: Target, forced: dict[str, int]) ->
     if lacks is not None:
         return lacks
     design = budget.DESIGNS["sm90_decode"]
-    return _no_tile(design, problem, target, forced) or _many_waves(design, problem, target, forced)
+    return _no_tile(design, problem, target, forced) or _too_many_rows(
+        design, problem, target, forced
+    )
 
 
-def _many_waves(
+def _too_many_rows(
     design: Design, problem: Problem, target: Target, forced: dict[str, int]
 ) -> str | None:
     """Why sm90_v2 is taken for more than 64 rows, None if it is not.
@@ -836,7 +838,7 @@ def _token_quantizer(
         return f"{name} loads rows of whole 16 bytes, K is {k}"
     if kernel == 5:
         assert best is not None
-        beside = budget.beside_decode(best.tile_m, best.tile_n, k)
+        beside = budget.beside_decode(problem, best.tile_m, best.tile_n)
         plan = budget.decode_quantizer(problem, target.sm_count, beside)
     else:
         plan = budget.token_quantizer(problem, kernel)
@@ -895,8 +897,7 @@ def _down_ahead(
     down = None
     if why is None:
         # A CTA of the quantizer that does not lie beside the gemm's has an SM of its own.
-        k = problem.k or problem.k_pad
-        beside = budget.beside_decode(best.tile_m, best.tile_n, k)
+        beside = budget.beside_decode(problem, best.tile_m, best.tile_n)
         early = max(0, target.sm_count - (0 if beside else problem.m or 1))
         threads = design.threads_of(best.tile_m)
         down = budget.down_ahead(problem, best.tile_m, threads, smem, early)
@@ -907,8 +908,8 @@ def _down_ahead(
         if asked:
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
-    text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
     head = quantizer.why.partition("; LoRA-down")[0]
+    text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
     return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
 
 

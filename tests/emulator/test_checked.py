@@ -147,20 +147,9 @@ LOST = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-class OtherSchedules(parameterized.TestCase):
-    @parameterized.named_parameters((one.name, one) for one in LOST)
-    def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
-        Waits.lost_arrival(self, one, [p for p in POLICIES if p not in POLICIES[::3]])
-
-
-class Waits(parameterized.TestCase):
-    @parameterized.named_parameters((one.name, one) for one in LOST)
-    def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
-        """Under every schedule the same waits, and nothing else, are told."""
-        self.lost_arrival(one, POLICIES[::3])
-
+class LostArrivals(parameterized.TestCase):
     def lost_arrival(self, one, policies):
+        """Under every schedule the same waits, and nothing else, are told."""
         module = RUN[one.family]
         operands = module.make_operands(one.case)
         with hopper.seeded(one.sources, one.edits, host(one.family)) as driver:
@@ -175,6 +164,19 @@ class Waits(parameterized.TestCase):
                 if one.first:
                     self.assertStartsWith(waits[0], one.first)
                 self.assertLen(set(waits), len(waits))
+
+
+@pytest.mark.slow
+class OtherSchedules(LostArrivals):
+    @parameterized.named_parameters((one.name, one) for one in LOST)
+    def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
+        self.lost_arrival(one, [p for p in POLICIES if p not in POLICIES[::3]])
+
+
+class Waits(LostArrivals):
+    @parameterized.named_parameters((one.name, one) for one in LOST)
+    def test_a_lost_arrival_ends_in_a_trap_with_its_name(self, one):
+        self.lost_arrival(one, POLICIES[::3])
 
     def test_without_bounds_it_is_a_deadlock(self):
         bug = named("tokens never released")

@@ -78,6 +78,13 @@ class GemmCells(parameterized.TestCase):
 
             every_schedule(run, 2 * (rank + tiles))
 
+    def first_cell(self, variant, format, rank, tiles):
+        first = first_tail(format, rank, tiles)
+        self.cell(variant, format, rank, tiles, GROUPS, TAILS[first : first + 1])
+
+    def one_group(self, variant, rank):
+        self.cell(variant, FORMATS[rank == 32], rank, 4, 1, TAILS[1:2])
+
 
 # Two of five cells, and each variant with one of the ranks, in turn; and the others.
 ALL_CELLS = [*itertools.product(VARIANTS, FORMATS, RANKS, TILES[1::2])]
@@ -87,10 +94,6 @@ MORE_GROUPS = [each for each in itertools.product(VARIANTS, RANKS) if each not i
 
 
 class Gemm(GemmCells):
-    def first_cell(self, variant, format, rank, tiles):
-        first = first_tail(format, rank, tiles)
-        self.cell(variant, format, rank, tiles, GROUPS, TAILS[first : first + 1])
-
     @parameterized.parameters(*CELLS)
     def test_cells(self, *cell):
         self.first_cell(*cell)
@@ -98,18 +101,18 @@ class Gemm(GemmCells):
     @parameterized.parameters(*ONE_GROUP)
     def test_one_group(self, variant, rank):
         """Accumulators and store slots are used again and again."""
-        self.cell(variant, FORMATS[rank == 32], rank, 4, 1, TAILS[1:2])
+        self.one_group(variant, rank)
 
 
 @pytest.mark.slow
 class OtherCells(GemmCells):
     @parameterized.parameters(*(cell for cell in ALL_CELLS if cell not in CELLS))
     def test_cells(self, *cell):
-        Gemm.first_cell(self, *cell)
+        self.first_cell(*cell)
 
     @parameterized.parameters(*MORE_GROUPS)
     def test_one_group(self, variant, rank):
-        self.cell(variant, FORMATS[rank == 32], rank, 4, 1, TAILS[1:2])
+        self.one_group(variant, rank)
 
 
 @pytest.mark.slow

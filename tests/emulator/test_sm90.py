@@ -95,6 +95,18 @@ def check_prepared(case):
     np.testing.assert_array_equal(prepared.y, linear.y)
 
 
+def check_every_schedule(case):
+    """The same bits, whatever each of the waits finds at first, and whoever comes late."""
+    operands = product.make_operands(case)
+    found = set()
+    for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
+        options = Options(policy, seed, spurious_wait=late)
+        result = product.run(case, options, operands=operands)
+        found.add((result.y.tobytes(), result.lora_act.tobytes()))
+    product.check(case, operands, result)
+    assert len(found) == 1, case
+
+
 class Gemm(parameterized.TestCase):
     @parameterized.named_parameters(named(cases()))
     def test_cells(self, case):
@@ -491,15 +503,9 @@ class SeveralTiles(parameterized.TestCase):
     )  # fmt: skip
     def test_every_schedule_gives_the_same_bits(self, **changes):
         case = Case("mxfp4", 256, 72, 288, 32, kernel="sm90_decode", tile_m=128, tile_n=72)
-        case = dataclasses.replace(case, **{"fused": True, "down_ahead": 4} | changes)
-        operands = product.make_operands(case)
-        found = set()
-        for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
-            options = Options(policy, seed, spurious_wait=late)
-            result = product.run(case, options, operands=operands)
-            found.add((result.y.tobytes(), result.lora_act.tobytes()))
-        product.check(case, operands, result)
-        self.assertLen(found, 1)
+        check_every_schedule(
+            dataclasses.replace(case, **{"fused": True, "down_ahead": 4} | changes)
+        )
 
     @parameterized.parameters((129, 1032, 32), (257, 40, 48), (512, 520, 32))
     def test_down(self, m, k, rank):
@@ -553,19 +559,7 @@ class DownAhead(parameterized.TestCase):
 
     @parameterized.parameters(dict(cluster=1), dict(cluster=2))
     def test_every_schedule_gives_the_same_bits(self, **changes):
-        """Whatever each of the waits finds at first, and whoever comes late."""
-        self.every_schedule(**changes)
-
-    def every_schedule(self, **changes):
-        case = dataclasses.replace(self.CASE, **{"k": 2080} | changes)
-        operands = product.make_operands(case)
-        found = set()
-        for seed, (policy, late) in enumerate(itertools.product(POLICIES, (0.1, 0.6))):
-            options = Options(policy, seed, spurious_wait=late)
-            result = product.run(case, options, operands=operands)
-            found.add((result.y.tobytes(), result.lora_act.tobytes()))
-        product.check(case, operands, result)
-        self.assertLen(found, 1)
+        check_every_schedule(dataclasses.replace(self.CASE, **{"k": 2080} | changes))
 
     @parameterized.product(early=(0, 6, 132), cluster=(1, 2))
     def test_how_many_begin_early(self, early, cluster):
@@ -600,7 +594,7 @@ class DownAheadSchedules(parameterized.TestCase):
         dict(cluster=2, tile_m=128, m=65, tile_n=72, k=544),
     )  # fmt: skip
     def test_others_give_the_same_bits(self, **changes):
-        DownAhead.every_schedule(DownAhead(), **changes)
+        check_every_schedule(dataclasses.replace(DownAhead.CASE, **{"k": 2080} | changes))
 
 
 class GemmV1(parameterized.TestCase):
