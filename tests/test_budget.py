@@ -316,7 +316,7 @@ class BesideTest(parameterized.TestCase):
 
     def test_long_tokens_take_more_registers(self):
         self.assertTrue(budget.beside_decode(problem(k=4096), 32, 32))
-        long = dataclasses.replace(problem(k=4112), k=4104)
+        long = dataclasses.replace(problem(k=4128), k=4104)
         self.assertFalse(budget.beside_decode(long, 32, 32))
         self.assertTrue(budget.beside_decode(problem(k=16384), 16, 32))
         # And what the gemm would leave them stays its own.
