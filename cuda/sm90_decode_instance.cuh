@@ -1,6 +1,6 @@
 // The decode kernels of one path and token tile. CMake writes one source file per
-// pair, which includes this and ends with W4A4_DECODE_INSTANCE(path, tile_m), so
-// that they compile side by side.
+// path, which includes this and ends with W4A4_DECODE_INSTANCE(path, tile_m) for
+// each tile, so that paths compile side by side.
 #pragma once
 
 #include "sm90_decode.cuh"

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -160,7 +161,8 @@ def quantize_v2_name(path: str) -> str:
 
 
 def source_text(name: str) -> str:
-    """A source of the product: a file of cuda/, or an instance as CMake would write it."""
+    """A source of the product: a file of cuda/, or instances as CMake would write them, of one tile
+    or, where the name ends with the path, of all that the launch code can launch here."""
     path = CUDA / name
     if path.exists():
         return path.read_text()
@@ -169,7 +171,10 @@ def source_text(name: str) -> str:
         if name.startswith(start):
             template = (CUDA / f"{start}instance.cu.in").read_text()
             kernel, _, tile = name[len(start) : -len(".cu")].partition("_")
-            return template.replace("@path@", kernel).replace("@tile_m@", tile)
+            listed = dict(zip(("gemm_v2", "decode", "grouped"), _instances(False), strict=True))
+            tiles = [tile] if tile else [t for path, t in listed.get(kind, ()) if path == kernel]
+            lines = [f"W4A4_{kind.upper()}_INSTANCE({kernel}, {t})" for t in tiles]
+            return template.replace("@path@", kernel).replace("@instances@", "\n".join(lines))
     raise FileNotFoundError(name)
 
 
@@ -199,10 +204,28 @@ def _host_sources(family: str, checked: bool) -> list[str]:
     )]  # fmt: skip
     gemms, decodes, groups = _instances(checked)
     names += [gemm_v2_name(path, tile) for path, tile in gemms]
-    names += [decode_name(path, tile) for path, tile in decodes]
     names += [decode_quantize_name(path) for path in DECODE_QUANTIZE_PATHS]
-    names += [grouped_name(path, tile) for path, tile in groups]
+    if checked:
+        names += [decode_name(path, tile) for path, tile in decodes]
+        names += [grouped_name(path, tile) for path, tile in groups]
+    else:  # the tiles of a path together: half of a small source's time goes into headers
+        names += [f"sm90_decode_{path}.cu" for path in dict(decodes)]
+        names += [f"sm90_grouped_{path}.cu" for path in dict(groups)]
     return names + [quantize_v2_name(path) for path in QUANTIZE_V2_PATHS]
+
+
+def _may_wait(text: str) -> bool:
+    """Whether a source, or what it includes of cuda/, asks if it is to be built with waits that
+    end."""
+    texts, seen = [text], set()
+    while texts:
+        text = texts.pop()
+        if "JAX_W4A4_CHECKED" in text:
+            return True
+        found = {name for name in re.findall(r'#include "(.*?)"', text) if (CUDA / name).exists()}
+        texts += [(CUDA / name).read_text() for name in found - seen]
+        seen |= found
+    return False
 
 
 def product_ptx(name: str, edits: Sequence[Edit] = (), checked: bool = False) -> str:
@@ -262,8 +285,15 @@ def _build_host_library(family: str, out: pathlib.Path, checked: bool) -> None:
             (folder / "watch.cc").write_text((CUDA / "watch.cc").read_text())
             names.append("watch.cc")
         arch = {"sm90": "compute_90a", "sm100": "compute_100a"}[family]
+        # What knows of no waits is the same in both libraries.
+        same = {s for s in _host_sources(family, True) if not _may_wait(source_text(s))}
+        others = host_library(family)[1] if checked else None
 
         def build(source: str) -> None:
+            if others is not None and source in same:
+                shutil.copy(others / f"{source}.o", folder)
+                shutil.copy(others / f"{pathlib.Path(source).stem}.ptx", done)
+                return
             # -keep leaves the PTX beside the object.
             keep = folder / f"keep-{source}"
             keep.mkdir()
@@ -284,6 +314,9 @@ def _build_host_library(family: str, out: pathlib.Path, checked: bool) -> None:
              *(f"{n}.o" for n in names), "-o", done / "host.so"],
             folder,
         )  # fmt: skip
+        if not checked:
+            for source in same:
+                (folder / f"{source}.o").rename(done / f"{source}.o")
         # The library and its PTX appear together: names of kernels carry a hash of their build.
         done.rename(out)
 

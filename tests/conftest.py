@@ -1,9 +1,14 @@
 """Strict JAX settings for every test: what survives here survives a user's strict program."""
 
+import os
 import warnings
 
-import jax
-import pytest
+# Threads of OpenBLAS spin while they wait, so with two of them in each worker of pytest-xdist a
+# product of small matrices can take five times as long. Set before numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Sharding tests need several devices; set before any backend starts.
 jax.config.update("jax_num_cpu_devices", 4)

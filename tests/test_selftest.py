@@ -96,6 +96,17 @@ class ProbeTest(parameterized.TestCase):
 
 
 class PartTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        """The processes compile the same programs, once: that is what takes longest in them."""
+        super().setUpClass()
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": cls.enterClassContext(tempfile.TemporaryDirectory()),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        cls.enterClassContext(mock.patch.dict(os.environ, cache))
+
     def test_all_pass_on_the_reference(self):
         names = [name for name in parts.PARTS if name not in ("quantizer", "grouped")]
         found = runner.run(names, command=child("none"), limit_s=120)
