@@ -566,8 +566,9 @@ ffi::Error CheckTokenQuantizer(const PlanAttrs& p, const SpecAttrs& s,
 ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t m, int64_t rank) {
   const int64_t ring = DownAheadStageBytes(p.tile_m, m) * p.down_stages;
   const int64_t partial = DownAheadPartialBytes(p.tile_m, m);
-  if (p.down_ahead != kDownAheadCtas || rank < 1 || rank > kDownAheadRank ||
-      p.tile_m < kDownAheadLeastTileM || m > kDownAheadMostTokens ||
+  const int ctas = kDownAheadCtas * DownAheadGroups(m);
+  if (p.down_ahead != ctas || rank < 1 || rank > kDownAheadRank ||
+      p.tile_m < kDownAheadLeastTileM || m > kDecodeMostTokens ||
       p.down_cluster != 1 || p.down_stages < 2 ||
       p.down_stages > kDownAheadMaxStages || p.off_down_barriers % 8 != 0 ||
       p.off_down_barriers < std::max(ring, partial) ||
@@ -578,9 +579,9 @@ ffi::Error CheckDownAhead(const PlanAttrs& p, int64_t m, int64_t rank) {
         " CTAs of the gemm's launch of tile_m ", p.tile_m, " for ", m,
         " rows in clusters of ", p.down_cluster, ", ", p.down_stages,
         " stages, barriers at ", p.off_down_barriers, " of ", p.down_smem_bytes, " of the gemm's ",
-        p.smem_bytes, " bytes at rank ", rank, "; it needs ", kDownAheadCtas,
+        p.smem_bytes, " bytes at rank ", rank, "; it needs ", ctas,
         " of tile_m ", kDownAheadLeastTileM, " and more for up to ",
-        kDownAheadMostTokens, " rows, cluster 1, 2..",
+        kDecodeMostTokens, " rows, cluster 1, 2..",
         kDownAheadMaxStages, " stages, barriers behind ", ring,
         " bytes of ring and ", partial,
         " of partial sums, rank up to ", kDownAheadRank);

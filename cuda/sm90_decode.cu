@@ -81,9 +81,11 @@ LaunchResult LaunchDecode(GemmV2Path path, int tile_m, const DecodeParams& p,
     d.steps = (p.k + sm90::kDownStageK - 1) / sm90::kDownStageK;
     d.stages = p.down_stages;
     d.off_barriers = p.off_down_barriers;
-    d.ctas = kDownAheadCtas;
+    const int groups = DownAheadGroups(p.m);
+    d.ctas = kDownAheadCtas * groups;
+    d.box_rows = groups > 1 ? DownAheadTokens(tile_m, p.m) : a.m;
     a.early_ctas = p.early_ctas;
-    maps.Encode("x", &d.x, {p.x, p.m, p.k, bf16, 2}, a.m,
+    maps.Encode("x", &d.x, {p.x, p.m, p.k, bf16, 2}, d.box_rows,
                 sm90::kDownStageK, swizzle);
     maps.Encode("lora_down", &d.lora_down, {p.lora_down, p.k, p.rank, bf16, 2},
                 sm90::kDownStageK, 64, swizzle);

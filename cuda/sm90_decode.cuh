@@ -280,6 +280,7 @@ __device__ __forceinline__ uint32_t stage_bytes(int tile_n) {
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_stages(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                             const Share& share, int begin, int end) {
+#pragma unroll 1
   for (int step = begin; step < end; ++step) {
     mbarrier_arrive_expect_tx(ring.full(step), stage_bytes<Path, kTokens, kRows>(args.tile_n));
     load_weights<Path, kTokens, kRows>(args, smem + step * args.stage_bytes, ring.full(step),
@@ -314,6 +315,17 @@ struct NextScales {
   }
 };
 
+// Bytes of the peer's sums: units of the tokens that this CTA finishes.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ uint32_t peer_bytes(const DecodeArgs& args, const Share& share) {
+  using D = Division<Path, kTokens, kRows>;
+  constexpr int kHalf = kTokens / 2;
+  const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;
+  const int tokens = min(max(args.m - number_of<kTokens>(share, share.rank * kHalf), 0), kHalf);
+  const int token_pairs = kTokens == 8 ? kHalf / 2 : (tokens + 7) / 8 * 4;
+  return row_units * token_pairs * (8 * 4 * D::kChunk);
+}
+
 // What need not wait for the launch before. The weights may be results of XLA operations before this
 // call: those ended before the first kernel of this handler began, which is launched without the
 // dependent attribute, and every kernel of the handler begins after that one. So only what the handler's
@@ -321,19 +333,39 @@ struct NextScales {
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void load_early(const DecodeArgs& args, uint32_t smem, const Ring& ring,
                                            const Share& share) {
+  const uint32_t barrier = scale_barrier(args, smem);
+  const int first_empty = first_stages<kTokens>(args, share);
+  mbarrier_init(barrier, 1);
+  ring.init_full(0, first_empty);
+  fence_mbarrier_init();
   if (Path::kStageScales > 0 && args.scale_map) {
     // Nothing is multiplied before all of them are there.
-    const uint32_t barrier = scale_barrier(args, smem);
     const uint32_t box_bytes = args.tile_n * kDecodeScaleBox;
     const int first = scale_share<Path, kTokens, kRows>(args, share).first;
     const int boxes = in_turn(args) && !in_last_stage(args) ? args.scale_slots : args.scale_boxes;
     mbarrier_arrive_expect_tx(barrier, boxes * box_bytes);
+#pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
       tma_load_2d(scale_box(args, smem, box), &args.scales, barrier, first + box * kDecodeScaleBox,
                   share.n0);
     }
   }
-  load_stages<Path, kTokens, kRows>(args, smem, ring, share, 0, first_stages<kTokens>(args, share));
+  load_stages<Path, kTokens, kRows>(args, smem, ring, share, 0, first_empty);
+}
+
+// Meanwhile, by a thread of another warp: what nothing is on its way to yet.
+template <class Path, int kTokens, int kRows>
+__device__ __forceinline__ void init_barriers(const DecodeArgs& args, uint32_t smem, const Ring& ring,
+                                              const Share& share) {
+  prefetch_tensor_map(&args.act);
+  ring.init_full(first_stages<kTokens>(args, share), args.stages);
+  ring.init_empty(kMultiplyWarps<kTokens>);
+  mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);
+  mbarrier_init(sum_barrier(args, smem), 1);
+  fence_mbarrier_init();
+  if (args.splits > 1) {
+    mbarrier_arrive_expect_tx(sum_barrier(args, smem), peer_bytes<Path, kTokens, kRows>(args, share));
+  }
 }
 
 template <class Path, int kTokens, int kRows>
@@ -513,7 +545,7 @@ __device__ __forceinline__ RowLoads ask_for_rows(const DecodeArgs& args, uint32_
                                               smem, warp, lane);
     }
     const int n = min(share.n0 + OwnRow<kTokens, kRows>(args, warp * 32 + lane).row, args.n - 1);
-    loads.factors = row_factors(args.rows, n);
+    loads.factors = row_factors(args.rows, n, 0);
     if (is_ranged<Path>(args)) loads.range = scale_range(args.rows, n);
   }
   return loads;
@@ -540,7 +572,8 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args, uint32_t sm
     const Own own(args, thread);
     const ScaleShare scales = scale_share<Path, kTokens, kRows>(args, share);
     if (args.scale_map) {
-      watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
+      // Else nothing here reads them.
+      if (!is_ranged<Path>(args)) watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
     } else {
       if (args.rows.scale_blocks % 4 != 0) {
         copy_scales<1, kMultiplyWarps<kTokens>>(args, scales, n0, smem, warp, lane);
@@ -723,6 +756,9 @@ __device__ __forceinline__ void multiply(const DecodeArgs& args, uint32_t smem, 
     wgmma_wait<0>();
     ring.release<1>(through, lane);
   };
+  if (Path::kStageScales > 0 && args.scale_map) {
+    watched_wait(args, RingName::kDecodeScales, scale_barrier(args, smem), 0);
+  }
   read_stage(0);
   if constexpr (!kWholeRecords<Path, kTokens, kRows>) {
     for (int step = 0; step < steps; ++step) {
@@ -803,41 +839,6 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
   }
 }
 
-// Bytes of the peer's sums: units of the tokens that this CTA finishes.
-template <class Path, int kTokens, int kRows>
-__device__ __forceinline__ uint32_t peer_bytes(const DecodeArgs& args, const Share& share) {
-  using D = Division<Path, kTokens, kRows>;
-  constexpr int kHalf = kTokens / 2;
-  const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;
-  const int tokens = min(max(args.m - number_of<kTokens>(share, share.rank * kHalf), 0), kHalf);
-  const int token_pairs = kTokens == 8 ? kHalf / 2 : (tokens + 7) / 8 * 4;
-  return row_units * token_pairs * (8 * 4 * D::kChunk);
-}
-
-// Rows n and n + 1 of a token.
-__device__ __forceinline__ void store_pair(const DecodeArgs& args, __nv_bfloat16* out, int n, float first,
-                                           float second) {
-  const __nv_bfloat162 y = __floats2bfloat162_rn(first, second);
-  if (args.n % 2 == 0) {
-    *reinterpret_cast<__nv_bfloat162*>(out) = y;
-  } else {
-    out[0] = y.x;
-    if (n + 1 < args.n) out[1] = y.y;
-  }
-}
-
-// A chunk of results of two rows.
-__device__ __forceinline__ void store_tokens(const DecodeArgs& args, int token, int n, bool inside,
-                                             const float (&v)[4], const float (&bias)[2]) {
-  __nv_bfloat16* out = args.y + static_cast<int64_t>(token) * args.n + n;
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    if (inside && token + j < args.m) {
-      store_pair(args, out + j * args.n, n, v[j] + bias[0], v[2 + j] + bias[1]);
-    }
-  }
-}
-
 // What the multiply warps do once all sums are in shared memory: a warp has the rows of one unit and every
 // so many tokens, a lane a chunk at a time. Few instructions count, as all warps run them at once.
 template <class Path, int kTokens, int kRows>
@@ -847,6 +848,8 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
   using Sum = typename Path::Accumulator;
   constexpr int kTokenUnits = kTokens / 8;
   constexpr int kWarps = kMultiplyWarps<kTokens> / D::kRowUnits;  // that share the tokens
+  // Opaque, or what follows from it is worked out ahead of the loop and spilled.
+  asm volatile("" : "+r"(lane));
   const int row_unit = warp % D::kRowUnits;
   const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
   float scale_lo[D::kHalves], scale_hi[D::kHalves], bias[D::kHalves];
@@ -860,71 +863,119 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
   // The first of the pair of rows that the lane stores.
   const int pair = row & ~1;
   const int n = share.n0 + pair;
-  const bool has_row = pair < args.tile_n && n < args.n;
-  // What the peer waits for comes first.
-  const int flip = args.splits > 1 && share.rank == 0 ? kTokenUnits / 2 : 0;
-#pragma unroll
-  for (int i = 0; i < (kTokenUnits + kWarps - 1) / kWarps; ++i) {
-    const int unit = warp / D::kRowUnits + i * kWarps ^ flip;
-    if (number_of<kTokens>(share, unit * 8) >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
-    const int token = unit * 8 + lane % 4 * 2;
-    const uint32_t place = chunk_place<D, kTokens>(row_unit, unit, lane);
-    // The warpgroups' sums in their order.
+  // The lane of an even row stores the first token of two, with one row per lane that of the next row the
+  // second.
+  const bool odd = D::kHalves == 1 && row % 2 == 1;
+  const int first = lane % 4 * 2 + odd;  // of eight tokens
+  const int tokens =  // of the tile from there on
+      pair < args.tile_n && n < args.n ? args.m - number_of<kTokens>(share, first) : 0;
+  const uint32_t pitch = 2u * args.n;
+  uint8_t* const out = reinterpret_cast<uint8_t*>(args.y) + int64_t{2} * n +
+                       static_cast<int64_t>(number_of<kTokens>(share, first)) * pitch;
+  // The warpgroups' sums of a unit in their order, scaled.
+  const auto load_sums = [&](int unit, float (&v)[D::kChunk]) {
     Sum sum[D::kChunk] = {};
 #pragma unroll
     for (int group = 0; group < D::kGroups; ++group) {
       Sum part[D::kChunk];
-      load_chunk(smem + args.off_partial + group * kTokens * kRows * 4 + place, part);
+      load_chunk(smem + args.off_partial + group * kTokens * kRows * 4 +
+                     chunk_place<D, kTokens>(row_unit, unit, lane),
+                 part);
 #pragma unroll
       for (int j = 0; j < D::kChunk; ++j) sum[j] += part[j];
     }
     float token_scale[2] = {1.0f, 1.0f};
-    if constexpr (Path::kTokenScale) load_chunk(smem + args.off_tokens + token * 4, token_scale);
-    float v[D::kChunk];
+    if constexpr (Path::kTokenScale) {
+      load_chunk(smem + args.off_tokens + (unit * 8 + lane % 4 * 2) * 4, token_scale);
+    }
 #pragma unroll
     for (int j = 0; j < D::kChunk; ++j) {
       const RowInputs inputs = {scale_lo[j / 2], scale_hi[j / 2], bias[j / 2], 0};
       v[j] = Path::scaled(reinterpret_cast<const float&>(sum[j]), inputs, token_scale[j % 2]);
     }
-    const auto add = [&](uint32_t place) {
-      float addend[D::kChunk];
-      load_chunk(smem + args.off_addend + place, addend);
+  };
+  const auto add = [&](uint32_t place, float (&v)[D::kChunk]) {
+    float addend[D::kChunk];
+    load_chunk(smem + args.off_addend + place, addend);
 #pragma unroll
-      for (int j = 0; j < D::kChunk; ++j) v[j] += addend[j];
+    for (int j = 0; j < D::kChunk; ++j) v[j] += addend[j];
+  };
+  // `left`: tokens from the lane's first on.
+  const auto store = [&](bool even, int unit, const float (&v)[D::kChunk], int left) {
+    const auto store_pair = [&](uint8_t* to, float v0, float v1, bool inside) {
+      // Packed ahead of the conditions, which are then the stores' alone and no branches.
+      const __nv_bfloat162 y = __floats2bfloat162_rn(v0, v1);
+      if (even) {
+        if (inside) *reinterpret_cast<__nv_bfloat162*>(to) = y;
+      } else {
+        if (inside) *reinterpret_cast<__nv_bfloat16*>(to) = y.x;
+        if (inside && n + 1 < args.n) *reinterpret_cast<__nv_bfloat16*>(to + 2) = y.y;
+      }
     };
-    bool inside = has_row;
-    if (args.splits > 1) {
-      const bool mine = finishes<kTokens>(args, share, token);
-      // Where the other CTA has this chunk is the place of tokens that it does not finish.
-      const uint32_t other =
-          kTokenUnits > 1 ? chunk_place<D, kTokens>(row_unit, unit ^ kTokenUnits / 2, lane)
-                          : chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);
-      if (!mine) {
-        store_cluster_async<D::kChunk>(smem + args.off_addend + other, sum_barrier(args, smem),
-                                       1 - share.rank, v);
-      }
-      // Eight tokens of a tile of eight are of both CTAs.
-      if (!__any_sync(0xFFFFFFFFu, mine)) continue;
-      watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
-      if (mine) add(other);
-      inside = inside && mine;
-    }
-    if (args.rank > 0) add(place);
+    uint8_t* to = out + static_cast<uint64_t>(unit * 8u) * pitch;
     if constexpr (D::kHalves == 2) {
-      store_tokens(args, number_of<kTokens>(share, token), n, inside, v, bias);
+      store_pair(to, v[0] + bias[0], v[2] + bias[1], left > 0);
+      store_pair(to + pitch, v[1] + bias[0], v[3] + bias[1], left > 1);
     } else {
-      __nv_bfloat16* out = args.y + static_cast<int64_t>(number_of<kTokens>(share, token)) * args.n + n;
-      // The lane of an even row stores the first token, that of the next row the second.
-      const bool odd = row % 2 == 1;
-      const float mine = (odd ? v[1] : v[0]) + bias[0];
+      const float own = (odd ? v[1] : v[0]) + bias[0];
       const float theirs = __shfl_xor_sync(0xFFFFFFFFu, (odd ? v[0] : v[1]) + bias[0], 8);
-      if (inside && number_of<kTokens>(share, token + odd) < args.m) {
-        store_pair(args, out + (odd ? args.n : 0), n, odd ? theirs : mine, odd ? mine : theirs);
-      }
+      store_pair(to, odd ? theirs : own, odd ? own : theirs, left > 0);
     }
+  };
+  constexpr int kUnits = (kTokenUnits + kWarps - 1) / kWarps;  // of a warp
+  const auto place_of = [&](int unit) { return chunk_place<D, kTokens>(row_unit, unit, lane); };
+  if (args.splits == 1) {
+    if (row_unit * D::kUnitRows >= args.tile_n) return;
+    // Without a branch from one unit to the next, or they wait for each other; what is made of units past M,
+    // whatever it is, is not stored. 2 us otherwise at 128 tokens.
+    const int in_tile = args.m - number_of<kTokens>(share, 0);
+    const auto finish_units = [&](bool even, bool lora) {
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const int unit = warp / D::kRowUnits + i * kWarps;
+        if (kTokenUnits % kWarps != 0 && unit >= kTokenUnits) return;
+        float v[D::kChunk];
+        load_sums(unit, v);
+        // The add warps leave out units past M.
+        if (lora && unit * 8 < in_tile) add(place_of(unit), v);
+        store(even, unit, v, tokens - unit * 8);
+      }
+    };
+    if (args.n % 2 != 0) {
+      finish_units(false, args.rank > 0);
+    } else if (args.rank > 0) {
+      finish_units(true, true);
+    } else {
+      finish_units(true, false);
+    }
+    return;
+  }
+  // What the peer waits for comes first.
+  const int flip = share.rank == 0 ? kTokenUnits / 2 : 0;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int unit = warp / D::kRowUnits + i * kWarps ^ flip;
+    if (number_of<kTokens>(share, unit * 8) >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
+    float v[D::kChunk];
+    load_sums(unit, v);
+    const bool mine = finishes<kTokens>(args, share, unit * 8 + lane % 4 * 2);
+    // Where the other CTA has this chunk is the place of tokens that it does not finish.
+    const uint32_t other = kTokenUnits > 1
+                               ? place_of(unit ^ kTokenUnits / 2)
+                               : chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);
+    if (!mine) {
+      store_cluster_async<D::kChunk>(smem + args.off_addend + other, sum_barrier(args, smem),
+                                     1 - share.rank, v);
+    }
+    // Eight tokens of a tile of eight are of both CTAs.
+    if (!__any_sync(0xFFFFFFFFu, mine)) continue;
+    watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+    if (mine) add(other, v);
+    if (args.rank > 0) add(place_of(unit), v);
+    store(args.n % 2 == 0, unit, v, mine ? tokens - unit * 8 : 0);
   }
   // The peer writes here: not before that is through may the CTA end.
-  if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+  watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
 }
 
 // ---- add ----
@@ -978,74 +1029,110 @@ __device__ __forceinline__ void await_lora_act(const DecodeArgs& args, const Sha
   });
 }
 
+// How the add warps share the low-rank product: blocks of 16 rows, or with many tokens units of eight of
+// them. What is read of one side then stays in registers for all of a warp's share of the other.
+template <class D, int kTokens>
+struct LowRank {
+  static constexpr int kBlocks = D::kRows / 16;
+  static constexpr int kUnits = kTokens / 8;
+  static constexpr bool kByUnits = kTokens > 16;
+  static constexpr int kOwnBlocks = kByUnits ? kBlocks : (kBlocks + kAddWarps - 1) / kAddWarps;
+  static constexpr int kOwnUnits = kByUnits ? (kUnits + kAddWarps - 1) / kAddWarps : kUnits;
+  static constexpr int kHeld = kOwnBlocks < 4 ? kOwnBlocks : 4;  // blocks whose ranks are in registers
+  static_assert(kOwnBlocks % kHeld == 0);
+  using Up = LoraUp[kHeld];
+
+  static __device__ __forceinline__ int block(int warp, int i) { return kByUnits ? i : warp + i * kAddWarps; }
+  static __device__ __forceinline__ int unit(int warp, int i) { return kByUnits ? warp + i * kAddWarps : i; }
+
+  static __device__ __forceinline__ void load(const DecodeArgs& args, const Share& share, int first,
+                                              int warp, int lane, Up& up) {
+#pragma unroll
+    for (int b = 0; b < kHeld; ++b) {
+      up[b] = load_lora_up<D>(args, share, block(warp, first + b), lane % 4 * 8, lane);
+    }
+  }
+};
+
 // The low-rank product of the tile. A lane reads eight ranks of a row at once and calls the first two pairs
-// k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides.
+// k 2q, 2q + 1, 2q + 8, 2q + 9 of one MMA, the others those of the next, on both sides. `up`: the warp's first
+// rows of lora_up.
 template <class Path, int kTokens, int kRows>
-__device__ __forceinline__ void add_low_rank(const DecodeArgs& args, uint32_t smem,
-                                             const Share& share, int warp, int lane) {
+__device__ __forceinline__ void add_low_rank(
+    const DecodeArgs& args, uint32_t smem, const Share& share, int warp, int lane,
+    typename LowRank<Division<Path, kTokens, kRows>, kTokens>::Up& up) {
   using D = Division<Path, kTokens, kRows>;
-  constexpr int kPart = kTokens < 32 ? kTokens : 32;  // tokens at a time
-  constexpr int kBlocks = (kRows / 16 + kAddWarps - 1) / kAddWarps;
-  constexpr int kHeld = kBlocks < 3 ? kTokens : kPart;  // whose ranks registers have room for
+  using L = LowRank<D, kTokens>;
   const int q = lane % 4;
-  // All blocks of the warp have these; with LoRA-down in this launch there is time to read their own first.
-  LoraUp up[kBlocks];
-  uint4 act[kHeld / 8];
-  const auto look = [&](int first) {
+  uint4 act[L::kOwnUnits];
+  const auto token_of = [&](int i) {
+    return number_of<kTokens>(share, L::unit(warp, i) * 8 + lane / 4);
+  };
+  const auto look = [&] {
     bool there = true;
 #pragma unroll
-    for (int j = 0; j < kHeld / 8; ++j) {
-      act[j] = load_lora_act(args, number_of<kTokens>(share, first + 8 * j + lane / 4), 8 * q);
-    }
+    for (int i = 0; i < L::kOwnUnits; ++i) act[i] = load_lora_act(args, token_of(i), 8 * q);
 #pragma unroll
-    for (int j = 0; j < kHeld / 8; ++j) there = there && is_there(act[j]);
+    for (int i = 0; i < L::kOwnUnits; ++i) there = there && is_there(act[i]);
     return static_cast<bool>(__all_sync(0xFFFFFFFFu, there));
   };
   if (down_is_ahead<kTokens>(args)) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      up[b] = load_lora_up<D>(args, share, warp + b * kAddWarps, 8 * q, lane);
-    }
     await_lora_act<kTokens>(args, share);
+    watched_look(args, RingName::kDecodeLoraAct, look);
+  } else {
+    look();
   }
+  const auto skips = [&](int unit) {
+    return (L::kByUnits && unit >= L::kUnits) || number_of<kTokens>(share, unit * 8) >= args.m ||
+           (L::kUnits > 1 && !finishes<kTokens>(args, share, unit * 8));
+  };
+  const auto place = [&](int block, int unit, int h) {
+    return smem + args.off_addend +
+           chunk_place<D, kTokens>(block * 4 / D::kChunk + h, unit, lane);
+  };
+  // Eight tokens of a tile of eight are of both CTAs.
+  const bool stores = L::kUnits > 1 || finishes<kTokens>(args, share, 2 * q);
+#pragma unroll 1
+  for (int first = 0; first < L::kOwnBlocks; first += L::kHeld) {
+    if (first > 0) L::load(args, share, first, warp, lane, up);
 #pragma unroll
-  for (int first = 0; first < kTokens; first += kPart) {
-    const bool used = number_of<kTokens>(share, first) < args.m &&
-                      (kPart == kTokens || finishes<kTokens>(args, share, first));
-    if (first % kHeld == 0 && (used || kHeld > kPart)) {
-      if (down_is_ahead<kTokens>(args)) {
-        watched_look(args, RingName::kDecodeLoraAct, [&] { return look(first); });
-      } else {
-        look(first);
+    for (int i = 0; i < L::kOwnUnits; ++i) {
+      const int unit = L::unit(warp, i);
+      if (skips(unit)) continue;
+#pragma unroll
+      for (int b = 0; b < L::kHeld; ++b) {
+        const int block = L::block(warp, first + b);
+        float acc[4] = {};
+        multiply_ranks(acc, up[b], act[i]);
+        if (block * 16 >= args.tile_n || !stores) continue;
+#pragma unroll
+        for (int h = 0; h < 4 / D::kChunk; ++h) store_chunk<D::kChunk>(place(block, unit, h), acc + 2 * h);
       }
     }
-    if (!used) continue;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int block = warp + b * kAddWarps;
-      if (block * 16 >= args.tile_n) break;
-      float acc[kPart / 8][4] = {};
-      if (!down_is_ahead<kTokens>(args)) up[b] = load_lora_up<D>(args, share, block, 8 * q, lane);
-#pragma unroll
-      for (int j = 0; j < kPart / 8; ++j) multiply_ranks(acc[j], up[b], act[first % kHeld / 8 + j]);
-      for (int rank = 32; rank < args.rank; rank += 32) {
-        const LoraUp more = load_lora_up<D>(args, share, block, rank + 8 * q, lane);
-#pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
-          const int token = number_of<kTokens>(share, first + 8 * j + lane / 4);
-          multiply_ranks(acc[j], more, load_lora_act(args, token, rank + 8 * q));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kPart / 8; ++j) {
-        const int token = first + 8 * j + 2 * q;
-        if (!finishes<kTokens>(args, share, token)) continue;
+  }
+  // More ranks are rare: the sums come back from where they are, and nothing is unrolled.
+#pragma unroll 1
+  for (int rank = 32 + 8 * q; rank < args.rank + 8 * q; rank += 32) {
+#pragma unroll 1
+    for (int i = 0; i < L::kOwnUnits; ++i) {
+      const int unit = L::unit(warp, i);
+      if (skips(unit)) continue;
+      const uint4 more_act = load_lora_act(args, token_of(i), rank);
+#pragma unroll 1
+      for (int b = 0; b < L::kOwnBlocks; ++b) {
+        const int block = L::block(warp, b);
+        if (block * 16 >= args.tile_n) break;
+        const LoraUp more = load_lora_up<D>(args, share, block, rank, lane);
+        float acc[4] = {};
+        float(&chunks)[4 / D::kChunk][D::kChunk] = reinterpret_cast<float(&)[4 / D::kChunk][D::kChunk]>(acc);
 #pragma unroll
         for (int h = 0; h < 4 / D::kChunk; ++h) {
-          store_chunk<D::kChunk>(
-              smem + args.off_addend +
-                  chunk_place<D, kTokens>(block * 4 / D::kChunk + h, first / 8 + j, lane),
-              acc[j] + 2 * h);
+          if (stores) load_chunk(place(block, unit, h), chunks[h]);
+        }
+        multiply_ranks(acc, more, more_act);
+#pragma unroll
+        for (int h = 0; h < 4 / D::kChunk; ++h) {
+          if (stores) store_chunk<D::kChunk>(place(block, unit, h), chunks[h]);
         }
       }
     }
@@ -1101,81 +1188,134 @@ __device__ __forceinline__ uint32_t peer_place(int row_unit, int unit, int lane)
   return ((row_unit * kUnits + unit % kUnits) * 32 + lane) * (4 * D::kChunk);
 }
 
-// A warp finishes its own 16 rows from its registers. `up`: of them, the first ranks.
+// A warp finishes its own 16 rows from its registers. `up`: of them, the first ranks. Every instruction is
+// met once for each of 16 units, and eight warps wait for each other little: few of them count. With a
+// branch, a division of tokens and three kinds of stores in each unit this took 4 us.
 template <class Path, int kTokens, int kRows>
 __device__ __forceinline__ void finish_alone(const DecodeArgs& args, const Share& share, uint32_t smem,
-                                             float (&acc)[kTokens / 2], LoraUp up, int row_unit, int lane) {
+                                             float (&acc)[kTokens / 2], const LoraUp& up, int row_unit,
+                                             int lane) {
   using D = Division<Path, kTokens, kRows>;
   constexpr int kUnits = kTokens / 8;
+  constexpr int kHalf = kTokens / 4;  // sums of half of the tokens
+  asm volatile("" : "+r"(lane));  // as in `finish`
+  if (row_unit * D::kUnitRows >= args.tile_n) return;
   const int row = row_unit * D::kUnitRows + lane_row<D::kHalves>(lane);
-  const int m = args.m - number_of<kTokens>(share, 0);  // from the tile's first token on
-  if (row_unit * D::kUnitRows < args.tile_n) {
-    float bias[2];
-    {
-      RowInputs inputs[2];
+  const bool two = args.splits > 1;
+  float bias[2];
+  {
+    RowInputs inputs[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint4 raw = load_shared_v4(smem + args.off_rows + min(row + h, args.tile_n - 1) * 16);
-        inputs[h] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), 0};
-        bias[h] = inputs[h].bias;
-      }
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        float token_scale[2] = {1.0f, 1.0f};
-        if constexpr (Path::kTokenScale) {
-          load_chunk(smem + args.off_tokens + (unit * 8 + lane % 4 * 2) * 4, token_scale);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float& v = acc[4 * unit + j];
-          v = Path::scaled(v, inputs[j / 2], token_scale[j % 2]);
-        }
-      }
+    for (int h = 0; h < 2; ++h) {
+      const uint4 raw = load_shared_v4(smem + args.off_rows + min(row + h, args.tile_n - 1) * 16);
+      inputs[h] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), 0};
+      bias[h] = inputs[h].bias;
     }
-    // What the peer waits for comes first.
-    if (args.splits > 1) {
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        if (unit * 8 >= m || finishes<kTokens>(args, share, unit * 8)) continue;
-        const float v[4] = {acc[4 * unit], acc[4 * unit + 1], acc[4 * unit + 2], acc[4 * unit + 3]};
-        store_cluster_async<4>(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane),
-                               sum_barrier(args, smem), 1 - share.rank, v);
-      }
-    }
-    if (args.rank > kActRanks) grid_dependency_wait();
-    for (int rank = 0; rank < args.rank; rank += kActRanks) {
-      if (rank > 0) up = load_lora_up<D>(args, share, row_unit, rank + lane % 4 * 8, lane);
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        if (unit * 8 >= m || !finishes<kTokens>(args, share, unit * 8)) continue;
-        const uint4 act =
-            rank == 0 ? load_shared_v4(lora_act_place<D, kTokens>(args, smem) + (unit * 32 + lane) * 16)
-                      : load_lora_act(args, number_of<kTokens>(share, unit * 8 + lane / 4),
-                                      rank + lane % 4 * 8);
-        float product[4] = {};
-        multiply_ranks(product, up, act);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) acc[4 * unit + j] += product[j];
-      }
-    }
-    // The first warp does it whatever there is to add: the CTA may not end while the peer writes here.
-    if (args.splits > 1) watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
-    const int n = share.n0 + row;
-    const bool inside = row < args.tile_n && n < args.n;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      if (unit * 8 >= m || !finishes<kTokens>(args, share, unit * 8)) continue;
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = acc[4 * unit + j];
-      if (args.splits > 1) {
-        float peer[4];
-        load_chunk(smem + args.off_addend + peer_place<D, kTokens>(row_unit, unit, lane), peer);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[j] += peer[j];
+      float token_scale[2] = {1.0f, 1.0f};
+      if constexpr (Path::kTokenScale) {
+        load_chunk(smem + args.off_tokens + (unit * 8 + lane % 4 * 2) * 4, token_scale);
       }
-      store_tokens(args, number_of<kTokens>(share, unit * 8 + lane % 4 * 2), n, inside, v, bias);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& v = acc[4 * unit + j];
+        v = Path::scaled(v, inputs[j / 2], token_scale[j % 2]);
+      }
     }
+  }
+  int first = 0;  // token of the tile that this CTA finishes
+  if (two) {
+    // From here on this CTA's tokens come first, and then the peer's, which waits for them.
+    first = share.rank * (kTokens / 2);
+    if (share.rank == 1) {
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const float v = acc[i];
+        acc[i] = acc[kHalf + i];
+        acc[kHalf + i] = v;
+      }
+    }
+    const int theirs = args.m - number_of<kTokens>(share, kTokens / 2 - first);
+    const uint32_t to = smem + args.off_addend + peer_place<D, kTokens>(row_unit, 0, lane);
+#pragma unroll
+    for (int unit = 0; unit < kUnits / 2; ++unit) {
+      const float* sum = &acc[kHalf + 4 * unit];
+      const float v[4] = {sum[0], sum[1], sum[2], sum[3]};
+      if (unit * 8 < theirs) {
+        store_cluster_async<4>(to + unit * (32 * 4 * D::kChunk), sum_barrier(args, smem), 1 - share.rank, v);
+      }
+    }
+  }
+  const auto add_ranks = [&](int unit, const LoraUp& ranks, const uint4& act) {
+    float product[4] = {};
+    multiply_ranks(product, ranks, act);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc[4 * unit + j] += product[j];
+  };
+  // The halves of the tokens, of which with two CTAs one has the first only.
+  const auto each_unit = [&](const auto& work) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits / 2; ++unit) work(unit);
+    if (two) return;
+#pragma unroll
+    for (int unit = kUnits / 2; unit < kUnits; ++unit) work(unit);
+  };
+  if (args.rank > 0) {
+    const uint32_t act = lora_act_place<D, kTokens>(args, smem) + (first * 4 + lane) * 16;
+    each_unit([&](int unit) { add_ranks(unit, up, load_shared_v4(act + unit * (32 * 16))); });
+  }
+  if (args.rank > kActRanks) {
+    grid_dependency_wait();
+    for (int rank = kActRanks; rank < args.rank; rank += kActRanks) {
+      const int of = rank + lane % 4 * 8;
+      const LoraUp more = load_lora_up<D>(args, share, row_unit, of, lane);
+      const int token = number_of<kTokens>(share, first + lane / 4);
+      each_unit([&](int unit) { add_ranks(unit, more, load_lora_act(args, token + unit * 8, of)); });
+    }
+  }
+  if (two) {
+    // The CTA may not end while the peer writes here.
+    watched_wait(args, RingName::kDecodePeer, sum_barrier(args, smem), 0);
+    const uint32_t from = smem + args.off_addend + peer_place<D, kTokens>(row_unit, 0, lane);
+    const int sent = args.m - number_of<kTokens>(share, first);  // tokens
+#pragma unroll
+    for (int unit = 0; unit < kUnits / 2; ++unit) {
+      float peer[4] = {};
+      if (unit * 8 < sent) load_chunk(from + unit * (32 * 4 * D::kChunk), peer);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[4 * unit + j] += peer[j];
+    }
+  }
+  const int n = share.n0 + row;
+  const int token = number_of<kTokens>(share, first + lane % 4 * 2);
+  const int tokens = row < args.tile_n && n < args.n ? args.m - token : 0;  // from there on
+  const int64_t pitch = int64_t{2} * args.n;
+  uint8_t* to[2];
+  to[0] = reinterpret_cast<uint8_t*>(args.y) + token * pitch + int64_t{2} * n;
+  to[1] = to[0] + pitch;
+  const auto store = [&](const auto& store_one) {
+    each_unit([&](int unit) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Ahead of the condition, which is then the store's alone and no branch.
+        const __nv_bfloat162 y =
+            __floats2bfloat162_rn(acc[4 * unit + j] + bias[0], acc[4 * unit + 2 + j] + bias[1]);
+        store_one(to[j], y, unit * 8 + j < tokens);
+        to[j] += 8 * pitch;
+      }
+    });
+  };
+  if (args.n % 2 == 0) {
+    store([](uint8_t* to, __nv_bfloat162 y, bool inside) {
+      if (inside) *reinterpret_cast<__nv_bfloat162*>(to) = y;
+    });
+  } else {
+    const bool second = n + 1 < args.n;
+    store([&](uint8_t* to, __nv_bfloat162 y, bool inside) {
+      if (inside) *reinterpret_cast<__nv_bfloat16*>(to) = y.x;
+      if (inside && second) *reinterpret_cast<__nv_bfloat16*>(to + 2) = y.y;
+    });
   }
 }
 
@@ -1195,8 +1335,8 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
   if constexpr (kMayBeAhead<kTokens>) {
     if (static_cast<int>(blockIdx.x) < args.down.ctas) {
       if constexpr (kMayBeSeveral<kTokens>) {
-        if (args.token_tiles > 1) {
-          down_ahead<kDownAheadMostTokens, kThreads<kTokens>, kLoadWarp<kTokens>>(
+        if (args.token_tiles == kDownAheadMmaTokens / kTokens) {
+          down_ahead<kDownAheadMmaTokens, kThreads<kTokens>, kLoadWarp<kTokens>>(
               args.down, smem_address(dynamic_smem));
           return;
         }
@@ -1213,29 +1353,20 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
   const int lane = threadIdx.x % 32;
   const Ring ring(smem + args.off_barriers, args.stages, watch(args, RingName::kDecode));
   // For the peer, which writes here at the end. Relaxed: all that it has to know of is the barrier of the
-  // sums, and the load warp arrives behind a fence of its own.
-  if (args.splits > 1 && warp != kLoadWarp<kTokens>) cluster_arrive_relaxed();
+  // sums, and the warp with that arrives behind a fence of its own.
+  constexpr int kInitWarp = kLoadWarp<kTokens> + 1;
+  if (args.splits > 1 && warp != kInitWarp) cluster_arrive_relaxed();
 
-  // Up to the one barrier that all roles meet at: what must be on its way first.
+  // Up to the one barrier that all roles meet at: what must be on its way first. Nothing that the first
+  // copies need not wait for stands in front of them.
   RowLoads loads = {};
   if (warp < kMultiplyWarps<kTokens>) {
     loads = ask_for_rows<Path, kTokens, kRows>(args, smem, share, warp, lane);
   } else if (warp == kLoadWarp<kTokens>) {
-    if (elect_one()) {
-      prefetch_tensor_map(&args.weight);
-      if (args.scale_map) prefetch_tensor_map(&args.scales);
-      prefetch_tensor_map(&args.act);
-      ring.init(kMultiplyWarps<kTokens>);
-      mbarrier_init(scale_barrier(args, smem), 1);
-      mbarrier_init(seen_barrier(args, smem), kMultiplyWarps<kTokens>);
-      mbarrier_init(sum_barrier(args, smem), 1);
-      fence_mbarrier_init();
-      if (args.splits > 1) {
-        mbarrier_arrive_expect_tx(sum_barrier(args, smem),
-                                  peer_bytes<Path, kTokens, kRows>(args, share));
-      }
-      load_early<Path, kTokens, kRows>(args, smem, ring, share);
-    }
+    if (elect_one()) load_early<Path, kTokens, kRows>(args, smem, ring, share);
+    __syncwarp();
+  } else if (warp == kInitWarp) {
+    if (elect_one()) init_barriers<Path, kTokens, kRows>(args, smem, ring, share);
     __syncwarp();
     if (args.splits > 1) cluster_arrive_relaxed();
   }
@@ -1262,17 +1393,20 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
     } else if constexpr (kMayKnow) {
       run(std::false_type());
     }
+    // Asked for again, as it would stand in a register all through the loop, or worse.
+    const int late_warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
     if constexpr (!D::kAlone) {
       // Everyone is through with the ring, over which the sums are laid.
       named_barrier_sync(kMultiplyBarrier, kMultiplyThreads<kTokens>);
-      store_partial<Path, kTokens, kRows>(args, smem, acc, group, row_unit, lane);
+      store_partial<Path, kTokens, kRows>(args, smem, acc, late_warp / 4 % D::kGroups,
+                                          late_warp / 4 / D::kGroups * 4 + late_warp % 4, lane);
     }
     named_barrier_sync(kSumBarrier, kMultiplyThreads<kTokens> + kAddThreads);
     if (args.splits > 1) cluster_wait();
     if constexpr (D::kAlone) {
-      finish_alone<Path, kTokens, kRows>(args, share, smem, acc, up, row_unit, lane);
+      finish_alone<Path, kTokens, kRows>(args, share, smem, acc, up, late_warp, lane);
     } else {
-      finish<Path, kTokens, kRows>(args, share, smem, warp, lane);
+      finish<Path, kTokens, kRows>(args, share, smem, late_warp, lane);
     }
     return;
   }
@@ -1284,8 +1418,18 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
     // An argument of the program: no need to wait. Where the loop is long it would only stand in the way of
     // lora_down, which the launch before reads.
     constexpr int kLongLoop = 12;
-    if (args.rank > 0 && share.steps < kLongLoop) prefetch_lora_up(args, share, token);
-    grid_dependency_wait();
+    using L = LowRank<D, kTokens>;
+    const int add_warp = warp - kLoadWarp<kTokens> - 1;
+    const bool early = share.steps < kLongLoop;
+    typename L::Up up;
+    if (!early) grid_dependency_wait();
+    if constexpr (!D::kAlone) {
+      if (args.rank > 0) L::load(args, share, 0, add_warp, lane, up);
+    }
+    if (early) {
+      if (args.rank > 0 && (D::kAlone || L::kOwnBlocks > L::kHeld)) prefetch_lora_up(args, share, token);
+      grid_dependency_wait();
+    }
     constexpr int kScales = (kTokens + kAddThreads - 1) / kAddThreads;  // of a thread
     float token_scale[kScales];
 #pragma unroll
@@ -1298,7 +1442,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
       if constexpr (D::kAlone) {
         stage_lora_act<D, kTokens>(args, share, smem, token);
       } else {
-        add_low_rank<Path, kTokens, kRows>(args, smem, share, warp - kLoadWarp<kTokens> - 1, lane);
+        add_low_rank<Path, kTokens, kRows>(args, smem, share, add_warp, lane, up);
       }
     }
 #pragma unroll

@@ -131,16 +131,23 @@ constexpr int64_t DecodeAddendBytes(int64_t tile_m, int64_t tile_n, int64_t rank
   return (splits > 1 ? slab / 2 : 0) + (rank > 0 ? tile_m * 32 * 2 : 0);
 }
 
-// LoRA-down by CTAs of this launch, ahead of the others: so many, of up to so
-// many ranks, with a ring like that of sm90_down_v2.
+// LoRA-down by CTAs of this launch, ahead of the others: so many of them divide
+// K, of up to so many ranks, with a ring like that of sm90_down_v2. More than 256
+// tokens are in groups of a tile with as many CTAs each.
 constexpr int kDownAheadCtas = 4;
 constexpr int kDownAheadRank = 32;
 constexpr int kDownAheadLeastTileM = 32;
 constexpr int kDownAheadMaxStages = 16;
-constexpr int kDownAheadMostTokens = 256;
+constexpr int kDownAheadMmaTokens = 256;
+constexpr int DownAheadGroups(int64_t m) {
+  return m <= kDownAheadMmaTokens ? 1
+                                  : static_cast<int>(DecodeTokenTiles(m, kDecodeMostTileM));
+}
 // Tokens of the MMA, for m of the call.
 constexpr int DownAheadTokens(int64_t tile_m, int64_t m) {
-  return tile_m <= 64 ? 64 : m <= kDecodeMostTileM ? 128 : kDownAheadMostTokens;
+  return tile_m <= 64                                         ? 64
+         : m <= kDecodeMostTileM || DownAheadGroups(m) > 1 ? kDecodeMostTileM
+                                                              : kDownAheadMmaTokens;
 }
 // Stages of 64 k of x and of 64 ranks; room for 72 tokens, as in sm90_down_v2.
 constexpr int64_t DownAheadStageBytes(int64_t tile_m, int64_t m) {

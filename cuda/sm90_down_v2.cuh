@@ -97,25 +97,34 @@ __device__ __forceinline__ DownTile down_tile(const DownV2Args& args, int index,
 
 // ---- roles ----
 
-// `rows`: of a box of x.
+// `step` into a slot whose barrier is armed for it.
+template <int kRankTiles, int kTokens>
+__device__ __forceinline__ void load_down_step(const DownV2Args& args, uint32_t slot, uint32_t full,
+                                               const DownTile& tile, int step) {
+  tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
+#pragma unroll
+  for (int t = 0; t < kRankTiles; ++t) {
+    const uint32_t down = slot + kDownXBytes<kTokens> + t * kDownRankBytes;
+    if (args.groups > 0) {
+      tma_load_3d(down, &args.lora_down, full, t * 64, step * kDownStageK, tile.group);
+    } else {
+      tma_load_2d(down, &args.lora_down, full, t * 64, step * kDownStageK);
+    }
+  }
+}
+
+template <int kRankTiles, int kTokens>
+constexpr uint32_t kDownSlotBytes = kDownXBytes<kTokens> + kRankTiles * kDownRankBytes;
+
+// `rows`: of a box of x. `stage`: where the ring stands at `first`.
 template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem, const Ring& ring,
-                                          const DownTile& tile, int rows, int first, int steps) {
-  constexpr uint32_t kStageBytes = kDownXBytes<kTokens> + kRankTiles * kDownRankBytes;
-  RingState stage;
+                                          const DownTile& tile, int rows, int first, int steps,
+                                          RingState stage = {}) {
   for (int step = first; step < first + steps; ++step) {
     const uint32_t full = ring.acquire(stage, rows * 128 + kRankTiles * kDownRankBytes);
-    const uint32_t slot = smem + stage.slot * kStageBytes;
-    tma_load_2d(slot, &args.x, full, step * kDownStageK, tile.m0);
-#pragma unroll
-    for (int t = 0; t < kRankTiles; ++t) {
-      const uint32_t down = slot + kDownXBytes<kTokens> + t * kDownRankBytes;
-      if (args.groups > 0) {
-        tma_load_3d(down, &args.lora_down, full, t * 64, step * kDownStageK, tile.group);
-      } else {
-        tma_load_2d(down, &args.lora_down, full, t * 64, step * kDownStageK);
-      }
-    }
+    load_down_step<kRankTiles, kTokens>(args, smem + stage.slot * kDownSlotBytes<kRankTiles, kTokens>, full,
+                                        tile, step);
     ring.advance(stage);
   }
 }
@@ -124,12 +133,11 @@ __device__ __forceinline__ void load_down(const DownV2Args& args, uint32_t smem,
 template <int kRankTiles, int kTiles, int kTokens>
 __device__ __forceinline__ void project(uint32_t smem, const Ring& ring, int steps, int group,
                                         uint32_t lane, float (&acc)[kTiles][kTokens / 2]) {
-  constexpr uint32_t kStageBytes = kDownXBytes<kTokens> + kRankTiles * kDownRankBytes;
   RingState stage;
   int previous = 0;
   for (int step = 0; step < steps; ++step) {
     ring.wait_full(stage);
-    const uint32_t slot = smem + stage.slot * kStageBytes;
+    const uint32_t slot = smem + stage.slot * kDownSlotBytes<kRankTiles, kTokens>;
     const uint64_t x = matrix_descriptor<128>(slot);
     const uint32_t down = slot + kDownXBytes<kTokens> + group * kTiles * kDownRankBytes;
     wgmma_fence();

@@ -39,10 +39,17 @@ class Ring {
 
   // One thread. `releases` arrivals empty a slot: consumer warps x CTAs that a slot is shared with.
   __device__ __forceinline__ void init(int releases) const {
-    for (int s = 0; s < stages_; ++s) {
-      mbarrier_init(full_ + 8 * s, 1);
-      mbarrier_init(empty_ + 8 * s, releases);
-    }
+    init_full(0, stages_);
+    init_empty(releases);
+  }
+  // Its parts, where two threads share them.
+  __device__ __forceinline__ void init_full(int first, int last) const {
+#pragma unroll 1
+    for (int s = first; s < last; ++s) mbarrier_init(full_ + 8 * s, 1);
+  }
+  __device__ __forceinline__ void init_empty(int releases) const {
+#pragma unroll 1
+    for (int s = 0; s < stages_; ++s) mbarrier_init(empty_ + 8 * s, releases);
   }
 
   __device__ __forceinline__ void advance(RingState& state) const { state.advance(stages_); }

@@ -110,10 +110,12 @@ struct RowFactors {
 
   __device__ __forceinline__ float scale() const { return channel * global * act_global; }
 };
-__device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
-  const int group = row / args.group_rows;
+__device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row, int group) {
   return {load_nc_or(args.channel_scale, row, 1.0f), load_nc_or(args.global_scale, group, 1.0f),
           load_nc_or(args.act_global_scale, group, 1.0f), load_nc_or(args.bias, row, 0.0f)};
+}
+__device__ __forceinline__ RowFactors row_factors(const RowInputsArgs& args, int row) {
+  return row_factors(args, row, row / args.group_rows);
 }
 
 // `largest` of a row's block scales: the byte (mxfp4), the magnitude bits, where 0x7F is NaN (nvfp4), or

@@ -309,6 +309,10 @@ DOWN_AHEAD = (
     # Two tiles of them.
     (129, 77, 8, 32, 1), (200, 264, 200, 104, 1), (256, 130, 520, 128, 2), (256, 4096, 4096, 64, 1),
     (255, 4096, 14336, 128, 2), (256, 8192, 8192, 128, 1), (130, 36864, 1280, 128, 1),
+    # Three and four, which have CTAs of their own for LoRA-down each.
+    (257, 77, 8, 32, 1), (300, 264, 200, 104, 1), (384, 130, 520, 128, 2),
+    (383, 4096, 4096, 128, 1), (385, 4096, 14336, 128, 1), (512, 3840, 2056, 128, 1),
+    (400, 36864, 1280, 128, 1),
 )  # fmt: skip
 
 
@@ -413,7 +417,12 @@ def decode_cells(paths: Iterable[str] = plan.budget.DECODE_PATHS) -> Iterator[Ce
         grid = itertools.product((24, 40, 64, 104, 128), (1, 2), (40, 1032, 2208, 8200))
         for i, (tile_n, cluster, k) in enumerate(grid):
             few = (17, 21, 32)[i % 3], (33, 61, 64)[i // 2 % 3]
-            for m in (*few, (65, 97, 128)[i // 3 % 3], (129, 200, 256)[i // 2 % 3]):
+            for m in (
+                *few,
+                (65, 97, 128)[i // 3 % 3],
+                (129, 200, 256)[i // 2 % 3],
+                (257, 384, 500)[i // 2 % 3],
+            ):
                 found = cell(
                     rank=(16, 32)[(i + i // 4 + i // 8) % 2], m=m, n=269, k=k, tile_n=tile_n,
                     cluster=cluster, down_ahead=4,

@@ -362,6 +362,11 @@ class DownAheadTest(parameterized.TestCase):
         self.assertEqual((down.rows, down.threads), (256, 384))
         self.assertEqual(down.early, 3)
 
+    @parameterized.parameters((257, 12), (384, 12), (385, 16), (512, 16))
+    def test_more_tokens_have_ctas_for_each_tile(self, m, ctas):
+        down = budget.down_ahead(problem(m=m, rank=32), 128, 384, 223872, 0)
+        self.assertEqual((down.ahead, down.rows, down.stages), (ctas, 128, 9))
+
     def test_256_tokens_need_two_stages(self):
         stage = 256 * 128 + 64 * 128
         self.assertEqual(

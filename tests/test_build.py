@@ -4,6 +4,7 @@ The format functions and the plan checks of cuda/ are plain C++. They are compil
 so that what the kernels compute and refuse is defended on machines without a GPU.
 """
 
+import contextlib
 import ctypes
 import itertools
 import pathlib
@@ -244,7 +245,7 @@ def compiled_tiles(kind="GEMM_V2"):
 def compiled_decode_tiles():
     """The same of the decode kernel."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    body = re.search(r"set\(decode_kernels.*?endforeach\(\)\nendforeach", text, re.S).group()
+    body = re.search(r"set\(decode_kernels.*?\nendforeach", text, re.S).group()
     paths, tiles = re.findall(r"IN ITEMS ([\w ]+)\)", body)
     return {path: sorted(map(int, tiles.split())) for path in paths.split()}
 
@@ -557,13 +558,39 @@ class PlanCase(HostTest):
         )
 
     def compile(self, plan_attrs, spec_attrs, rank=32, m=64):
-        def f(*operands):
-            call = jax.ffi.ffi_call("jax_w4a4_test_plan", jax.ShapeDtypeStruct((), jnp.float32))
-            return call(*operands, plan=dict(plan_attrs), spec=dict(spec_attrs))
+        return self.compile_all([(plan_attrs, spec_attrs, rank, m)])
 
-        operands = jnp.zeros((300, rank), jnp.bfloat16), jnp.zeros(m, jnp.bfloat16)
-        compiled = jax.jit(f).lower(*operands).compile()
-        return lambda: jax.block_until_ready(compiled(*operands))
+    def compile_all(self, calls):
+        """A program of (plan attributes, spec attributes, rank, rows)."""
+
+        def f(operands):
+            call = jax.ffi.ffi_call("jax_w4a4_test_plan", jax.ShapeDtypeStruct((), jnp.float32))
+            return [
+                call(*operands[rank, m], plan=dict(plan_attrs), spec=dict(spec_attrs))
+                for plan_attrs, spec_attrs, rank, m in calls
+            ]
+
+        operands = {
+            (rank, m): (jnp.zeros((300, rank), jnp.bfloat16), jnp.zeros(m, jnp.bfloat16))
+            for *_, rank, m in calls
+        }
+        compiled = jax.jit(f).lower(operands).compile()
+        return lambda: jax.block_until_ready(compiled(operands))
+
+    @contextlib.contextmanager
+    def accepting(self):
+        """Collects calls, none of which may be refused. They are one program, as it takes far
+        longer to compile one than to check a plan; if it fails, each is one, to be named."""
+        calls = []
+        yield lambda attrs, rank=32, m=64: calls.append((*attrs, rank, m))
+        self.assertNotEmpty(calls)
+        try:
+            self.compile_all(calls)()
+        except jax.errors.JaxRuntimeError:
+            for call in calls:
+                with self.subTest(plan=call[0], rank=call[2], m=call[3]):
+                    self.compile_all([call])()
+            raise
 
 
 class PlanChecks(PlanCase):
@@ -573,12 +600,13 @@ class PlanChecks(PlanCase):
     def test_every_plan_of_the_planner_is_accepted(self):
         kinds = [("nvfp4", 16, "float8_e4m3fn"), ("mxfp4", 32, "float8_e8m0fnu")]
         kinds += [("int4", block, "float16") for block in (32, 64, 128, 384)]
-        for (format, block, scale), rank, tile_m in itertools.product(
-            kinds, (0, 16, 128), (32, 64, 128)
-        ):
-            with self.subTest(format=format, block=block, rank=rank, tile_m=tile_m):
-                attrs = self.attrs(format, rank, 64, 384, block, scale, tile_m=tile_m)
-                self.compile(*attrs, rank)()
+        with self.accepting() as accept:
+            for (format, block, scale), rank, tile_m in itertools.product(
+                kinds, (0, 16, 128), (32, 64, 128)
+            ):
+                with self.subTest(format=format, block=block, rank=rank, tile_m=tile_m):
+                    attrs = self.attrs(format, rank, 64, 384, block, scale, tile_m=tile_m)
+                    accept(attrs, rank)
 
     @parameterized.parameters(
         ("plan", "schema", 1, "INVALID_ARGUMENT.*plan schema 1"),
@@ -674,14 +702,15 @@ class PlanChecks(PlanCase):
         kind = kind_of(precision) | ({"group": group} if format == "int4" else {})
         k_pad = {128: 384, 64: 448}.get(group, 416)
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
-        for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
-            stages = {} if main_stages is None else {"main_stages": main_stages}
-            with self.subTest(tile_m=tile_m, main_stages=main_stages):
-                attrs = self.v2_attrs(
-                    format, rank, k_pad, tile_m=tile_m, **kind, **forced, **stages
-                )
-                self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
-                self.compile(*attrs, rank)()
+        with self.accepting() as accept:
+            for tile_m, main_stages in itertools.product(compiled_tiles()[path], (None, 2, 3)):
+                stages = {} if main_stages is None else {"main_stages": main_stages}
+                with self.subTest(tile_m=tile_m, main_stages=main_stages):
+                    attrs = self.v2_attrs(
+                        format, rank, k_pad, tile_m=tile_m, **kind, **forced, **stages
+                    )
+                    self.assertEqual(attrs[0]["path"], plan.budget.V2_PATHS[path].code)
+                    accept(attrs, rank)
 
     @parameterized.product(
         path=(
@@ -697,14 +726,17 @@ class PlanChecks(PlanCase):
     def test_every_grouped_plan_is_accepted(self, path, rank):
         format, mode, path = path
         kind = {"group": mode} if format == "int4" else kind_of(mode)
-        for tile_m, main_stages in itertools.product(compiled_tiles("GROUPED")[path], (None, 2)):
-            stages = {} if main_stages is None else {"main_stages": main_stages}
-            with self.subTest(tile_m=tile_m, main_stages=main_stages):
-                attrs = self.v2_attrs(
-                    format, rank, 448, kernel="sm90_grouped", groups=5, tile_m=tile_m, **kind,
-                    **stages,
-                )  # fmt: skip
-                self.compile(*attrs, rank)()
+        with self.accepting() as accept:
+            for tile_m, main_stages in itertools.product(
+                compiled_tiles("GROUPED")[path], (None, 2)
+            ):
+                stages = {} if main_stages is None else {"main_stages": main_stages}
+                with self.subTest(tile_m=tile_m, main_stages=main_stages):
+                    attrs = self.v2_attrs(
+                        format, rank, 448, kernel="sm90_grouped", groups=5, tile_m=tile_m, **kind,
+                        **stages,
+                    )  # fmt: skip
+                    accept(attrs, rank)
 
     @parameterized.parameters(
         ("cluster", 2, "INVALID_ARGUMENT.*sm90_grouped can't run.*cluster 2"),
@@ -730,13 +762,14 @@ class PlanChecks(PlanCase):
     def test_every_sm100_plan_is_accepted(self, format, tile, rank):
         block, scale = {"nvfp4": (16, "float8_e4m3fn"), "mxfp4": (32, "float8_e8m0fnu")}[format]
         tile = dict(zip(("tile_m", "tile_n", "cluster"), tile, strict=True))
-        for k_pad, m, stages in itertools.product(
-            (32, 416, 3840), (64, 4352), ({}, {"main_stages": 2})
-        ):
-            attrs = self.attrs(
-                format, rank, m, k_pad, block, scale, kernel="sm100_v2", **tile, **stages
-            )
-            self.compile(*attrs, rank)()
+        with self.accepting() as accept:
+            for k_pad, m, stages in itertools.product(
+                (32, 416, 3840), (64, 4352), ({}, {"main_stages": 2})
+            ):
+                attrs = self.attrs(
+                    format, rank, m, k_pad, block, scale, kernel="sm100_v2", **tile, **stages
+                )
+                accept(attrs, rank)
 
     def test_v1_of_sm100_is_accepted(self):
         self.compile(*self.attrs(kernel="sm100_v1"))()
@@ -806,14 +839,15 @@ class PlanChecks(PlanCase):
     def test_every_v2_quantizer_is_accepted(self):
         """Its shapes and LoRA-down's shared memory are worked out twice, in Python and in C++."""
         seen = set()
-        for k_pad, rank in itertools.product(
-            (32, 256, 512, 3840, 5120, 8192, 15360, 28672), (0, 16, 64, 80, 128, 144, 256)
-        ):
-            for m in (256, 4352):
-                attrs = self.v2_attrs(rank=rank, m=m, k_pad=k_pad)
-                self.assertEqual(attrs[0]["q_kernel"], 2)
-                self.compile(*attrs, rank)()
-                seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
+        with self.accepting() as accept:
+            for k_pad, rank in itertools.product(
+                (32, 256, 512, 3840, 5120, 8192, 15360, 28672), (0, 16, 64, 80, 128, 144, 256)
+            ):
+                for m in (256, 4352):
+                    attrs = self.v2_attrs(rank=rank, m=m, k_pad=k_pad)
+                    self.assertEqual(attrs[0]["q_kernel"], 2)
+                    accept(attrs, rank)
+                    seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
         self.assertEqual(seen, set(plan.budget.QUANTIZER_SHAPES))
 
     @parameterized.parameters(
@@ -931,29 +965,33 @@ class DecodePlanChecks(PlanCase):
         format, mode = path
         forced = {"cluster": cluster} | ({} if quantizer is None else {"quantizer": quantizer})
         tokens = (1, 12, 30, 64, 300 if rank == 16 else 100)
-        for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), tokens):
-            with self.subTest(tile_n=tile_n, m=m):
-                try:
-                    attrs = self.decode_attrs(format, rank, 2080, mode, m, tile_n=tile_n, **forced)
-                except plan.DoesNotFitError:
-                    continue
-                self.compile(*attrs, rank)()
+        with self.accepting() as accept:
+            for tile_n, m in itertools.product((8, 24, 32, 40, 64, 88, 128), tokens):
+                with self.subTest(tile_n=tile_n, m=m):
+                    try:
+                        attrs = self.decode_attrs(
+                            format, rank, 2080, mode, m, tile_n=tile_n, **forced
+                        )
+                    except plan.DoesNotFitError:
+                        continue
+                    accept(attrs, rank)
 
     @parameterized.product(path=PATHS, cluster=(1, 2), m=(16, 30, 64, 128))
     def test_every_decode_plan_of_a_long_k_is_accepted(self, path, cluster, m):
         """Block scales all at once, or two boxes of them in turn."""
         format, mode = path
-        for tile_n, k_pad in itertools.product(
-            (8, 32, 40, 64, 72, 128), (4352, 8192, 8704, 8736, 16384, 17408, 28672)
-        ):
-            with self.subTest(tile_n=tile_n, k_pad=k_pad):
-                try:
-                    attrs = self.decode_attrs(
-                        format, 16, k_pad, mode, m, tile_n=tile_n, cluster=cluster
-                    )
-                except plan.DoesNotFitError:
-                    continue
-                self.compile(*attrs, 16)()
+        with self.accepting() as accept:
+            for tile_n, k_pad in itertools.product(
+                (8, 32, 40, 64, 72, 128), (4352, 8192, 8704, 8736, 16384, 17408, 28672)
+            ):
+                with self.subTest(tile_n=tile_n, k_pad=k_pad):
+                    try:
+                        attrs = self.decode_attrs(
+                            format, 16, k_pad, mode, m, tile_n=tile_n, cluster=cluster
+                        )
+                    except plan.DoesNotFitError:
+                        continue
+                    accept(attrs, 16)
 
     @parameterized.product(path=PATHS, cluster=(1, 2))
     def test_block_scales_in_turn_are_the_plans(self, path, cluster):
@@ -986,11 +1024,12 @@ class DecodePlanChecks(PlanCase):
     def test_every_decode_quantizer_is_accepted(self):
         seen = set()
         k = (32, 4096, 4128, 8224, 14336, 28672)
-        for k_pad, rank, m in itertools.product(k, (0, 16, 256), (9, 40)):
-            attrs = self.decode_attrs(rank=rank, k_pad=k_pad, m=m)
-            self.assertEqual(attrs[0]["q_kernel"], 5)
-            self.compile(*attrs, rank)()
-            seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
+        with self.accepting() as accept:
+            for k_pad, rank, m in itertools.product(k, (0, 16, 256), (9, 40)):
+                attrs = self.decode_attrs(rank=rank, k_pad=k_pad, m=m)
+                self.assertEqual(attrs[0]["q_kernel"], 5)
+                accept(attrs, rank)
+                seen.add((attrs[0]["q_lane_chunks"], attrs[0]["q_warps"]))
         shapes = plan.budget.DECODE_QUANTIZER_SHAPES + plan.budget.DECODE_QUANTIZER_LARGE
         self.assertEqual(seen, set(shapes))
 
@@ -1085,14 +1124,15 @@ class DecodePlanChecks(PlanCase):
         format, mode = path
         forced = {"cluster": cluster, "down_ahead": 4}
         tokens = (17, 33, 64, 65) if rank == 16 else (17, 64, 65, 200)
-        for tile_n, m, k in itertools.product((8, 40, 64, 128), tokens, (1056, 8704)):
-            with self.subTest(tile_n=tile_n, m=m, k=k):
-                try:
-                    attrs = self.decode_attrs(format, rank, k, mode, m, tile_n=tile_n, **forced)
-                except plan.DoesNotFitError:
-                    continue
-                self.assertEqual(attrs[0]["down_ahead"], 4)
-                self.compile(*attrs, rank, m)()
+        with self.accepting() as accept:
+            for tile_n, m, k in itertools.product((8, 40, 64, 128), tokens, (1056, 8704)):
+                with self.subTest(tile_n=tile_n, m=m, k=k):
+                    try:
+                        attrs = self.decode_attrs(format, rank, k, mode, m, tile_n=tile_n, **forced)
+                    except plan.DoesNotFitError:
+                        continue
+                    self.assertEqual(attrs[0]["down_ahead"], 4)
+                    accept(attrs, rank, m)
 
     @parameterized.parameters(
         ("down_ahead", 2, "LoRA-down 2 CTAs of the gemm's launch of tile_m 32"),
@@ -1152,12 +1192,19 @@ class DecodePlanChecks(PlanCase):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
             self.compile(plan_attrs, spec_attrs, m=129)()
 
-    def test_more_rows_than_low_rank_down_in_the_launch_takes(self):
+    def test_more_rows_need_more_ctas_of_low_rank_down_in_the_launch(self):
         plan_attrs, spec_attrs = self.decode_attrs(m=256, tile_n=64, cluster=1, down_ahead=4)
         self.compile(plan_attrs, spec_attrs, m=256)()
-        text = "FAILED_PRECONDITION.*for 257 rows .*for up to 256 rows"
-        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
-            self.compile(plan_attrs, spec_attrs, m=257)()
+        for ctas, needed, m in ((4, 12, 257), (16, 12, 384), (12, 16, 385), (12, 4, 256)):
+            plan_attrs["down_ahead"] = ctas
+            text = (
+                f"FAILED_PRECONDITION.*gives LoRA-down {ctas} .*for {m} rows .*it needs {needed} "
+            )
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+                self.compile(plan_attrs, spec_attrs, m=m)()
+        for ctas, m in ((12, 257), (12, 384), (16, 385), (16, 512)):
+            plan_attrs["down_ahead"] = ctas
+            self.compile(plan_attrs, spec_attrs, m=m)()
 
     @parameterized.parameters((48, "at rank 48; .* rank up to 32"), (0, "at rank 0"))
     def test_ranks_that_low_rank_down_in_the_launch_lacks(self, rank, text):
@@ -1251,7 +1298,7 @@ class PtxasGate(parameterized.TestCase):
         found = {name: int(value) for name, value in re.findall(r"int (k\w+) = (\d+);", text)}
         self.assertEqual(found["kDecodeMostTileM"], plan.budget.DECODE_TOKENS[-1])
         self.assertEqual(found["kDecodeMostTokens"], plan.budget.DECODE_MOST_TOKENS)
-        self.assertEqual(found["kDownAheadMostTokens"], plan.budget.DOWN_AHEAD_MOST_TOKENS)
+        self.assertEqual(found["kDownAheadMmaTokens"], plan.budget.DOWN_AHEAD_MMA_TOKENS)
 
     def test_compiled_tiles_are_those_of_the_planner(self):
         paths = plan.budget.V2_PATHS.values()

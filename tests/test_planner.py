@@ -372,9 +372,16 @@ class Sm90DecodeTest(parameterized.TestCase):
         ({"m": 129, "format": "int4", "block": 4096}, "129 rows of int4 in two tiles of 128, whi"),
         ({"m": 129, "n": 14336}, "129 rows of mxfp4 in 2 waves, which was not measured"),
         ({"m": 129, "n": 14336, "format": "nvfp4"}, "129 rows of nvfp4 in 2 waves, which was"),
-        ({"m": 200, "rank": 48}, "200 rows in two tiles of 128 at rank 48, not measured"),
-        ({"m": 257}, "257 rows, more than two tiles of 128 are not always faster"),
-        ({"m": 512}, "512 rows, more than two tiles of 128 are not always faster"),
+        ({"m": 200, "rank": 48}, "200 rows in tiles of 128 at rank 48, not measured"),
+        ({"m": 257, "k": 4352}, "257 rows, more than 2 tiles of 128 are not always faster"),
+        ({"m": 257, "format": "nvfp4"}, "257 rows, more than 2 tiles of 128 are not always faster"),
+        ({"m": 257, "n": 5760}, "257 rows of mxfp4 in 2 waves, which was not measured"),
+        (
+            {"m": 257, "n": 5632},
+            "257 rows with LoRA-down in the quantizer's launch: 132 CTAs leave",
+        ),
+        ({"m": 257, "k": 2048}, "257 rows, more than 2 tiles of 128 are not always faster"),
+        ({"m": 385}, "385 rows, more than 3 tiles of 128 are not always faster"),
         ({"m": 64, "format": "int4", "block": 64}, "it has no path Int4Scaled"),
         ({"m": 64, "precision": "highest"}, "it has no path Mxfp4Promoted"),
         ({"out_dtype": "float32"}, "the result is float32"),
@@ -458,8 +465,8 @@ class Sm90DecodeTest(parameterized.TestCase):
         # Two CTAs per tile; tiles that leave exactly four SMs of the wave, and none.
         ({"n": 1024, "k": 8192}, 4), ({"n": 16384}, 4), ({"n": 16896}, 0), ({"n": 17408}, 4),
         ({"x_dtype": "float32"}, 0),
-        # Of 128 tokens the K of a CTA counts.
-        ({"m": 65}, 0), ({"m": 128, "n": 14336}, 4), ({"m": 128, "k": 8192}, 4),
+        ({"m": 65}, 4), ({"m": 65, "k": 4064}, 0), ({"m": 128, "n": 14336}, 4),
+        ({"m": 128, "k": 8192}, 4),
     )  # fmt: skip
     def test_down_is_ahead_where_that_is_faster(self, changes, ahead):
         solved = self.solve(**{"m": 64} | changes)
@@ -471,17 +478,20 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertLessEqual(solved.quantizer.why.count("LoRA-down"), 1)
 
     @parameterized.parameters(
-        # Two tiles of tokens in one wave and in two, which leaves the SMs or not; three and four.
+        # Two tiles of tokens in one wave and in two, which leaves the SMs or not; three and
+        # four, which have CTAs of their own each.
         (129, 8192, 8192, 4), (256, 8192, 8192, 4), (256, 4096, 2048, 0), (256, 16384, 4096, 4),
-        (256, 16896, 4096, 0), (257, 2048, 8192, 0), (512, 2048, 8192, 0),
+        (256, 16896, 4096, 0), (257, 2048, 8192, 12), (512, 512, 8192, 16), (384, 4096, 4096, 12),
+        (512, 4096, 4096, 0),
     )  # fmt: skip
     def test_down_of_several_tiles(self, m, n, k, ahead):
-        """Up to 256 tokens four CTAs have them all; more are left to the launch before."""
+        """Up to 256 tokens four CTAs have them all, of more four a tile."""
         solved = self.solve(m=m, n=n, k=k, kernel="sm90_decode")
         down = solved.quantizer.down
-        self.assertEqual((down.ahead, down.rows), (ahead, 256 if ahead else 16))
+        rows = 256 if m <= 256 else 128
+        self.assertEqual((down.ahead, down.rows), (ahead, rows if ahead else 16))
         if ahead:
-            stage = 256 * 128 + 64 * 128
+            stage = rows * 128 + 64 * 128
             self.assertEqual(down.stages, solved.smem_bytes // (stage + 16))
             self.assertEqual(down.off_barriers, down.stages * stage)
             self.assertEqual(down.early, max(0, 132 - m))
@@ -529,7 +539,6 @@ class Sm90DecodeTest(parameterized.TestCase):
         ({}, {"rank": 0}, "down_ahead=4 cannot take this problem: rank is 0, it takes up to 32"),
         ({}, {"rank": 48}, "down_ahead=4 cannot take this problem: rank is 48, it takes up to 32"),
         ({}, {"m": 16}, "tile_m is 16, it takes 32 and more"),
-        ({}, {"m": 257, "kernel": "sm90_decode"}, "257 rows, it takes up to 256"),
         ({"tile_m": 8}, {"m": 8}, "tile_m is 8, it takes 32 and more"),
         ({"quantizer": 2}, {}, "it is for sm90_decode behind quantizer 5"),
         ({"quantizer": 1}, {}, "it is for sm90_decode behind quantizer 5"),
@@ -606,7 +615,7 @@ class Sm90V2Test(parameterized.TestCase):
     def solve(self, format="mxfp4", kernel=None, forced=(), **changes):
         return plan.solve(problem(format=format, **changes), "sm_90", kernel=kernel, **dict(forced))
 
-    @parameterized.product(format=("mxfp4", "nvfp4"), m=(257, 512, 4352, None), rank=(0, 16, 256))
+    @parameterized.product(format=("mxfp4", "nvfp4"), m=(385, 512, 4352, None), rank=(0, 16, 256))
     def test_chosen_for_prefill(self, format, m, rank):
         solved = self.solve(format, m=m, rank=rank)
         self.assertEqual(solved.kernel, "sm90_v2")
@@ -950,7 +959,7 @@ class PreparedTest(parameterized.TestCase):
     LINEAR = dict(format="mxfp4", k=4096, n=4096, rank=32)
 
     @parameterized.parameters(
-        ({"m": 1}, "sm90_decode"), ({"m": 256}, "sm90_decode"), ({"m": 257}, "sm90_v2"),
+        ({"m": 1}, "sm90_decode"), ({"m": 384}, "sm90_decode"), ({"m": 385}, "sm90_v2"),
         ({"m": 4352}, "sm90_v2"), ({"m": None}, "sm90_v2"),
         ({"m": 512, "groups": 64}, "sm90_grouped"), ({"m": 8192, "groups": 8}, "sm90_grouped"),
     )  # fmt: skip

@@ -174,7 +174,7 @@ class TestDecode:
             # has one. A wait out of line jumps back between them.
             whole = tokens > 16 and rows > 32 and path.operand in ("e5m2", "s8")
             turn = main * 2 if whole and len(main) == 4 else main
-            widths = {32: (64,), 64: (64,), 128: (128, budget.DOWN_AHEAD_MOST_TOKENS)}
+            widths = {32: (64,), 64: (64,), 128: (128, budget.DOWN_AHEAD_MMA_TOKENS)}
             downs = [[("HGMMA", n, 16, "F32.BF16")] * 4 for n in widths.get(tokens, ())]
             assert all(loop in inner_loops(code) for loop in (turn, *downs)), name
             assert all(loop in (turn, main, *downs) for loop in inner_loops(code)), name

@@ -1000,12 +1000,17 @@ def down_v2(problem: Problem, cluster: int, capacity: int) -> DownPlan:
     return DownPlan(rows, cluster, stages, threads, off + 16 * stages, off)
 
 
-# LoRA-down in the launch of sm90_decode: CTAs, the most ranks, the fewest tokens of the tile, the
-# most of the call.
+# LoRA-down in the launch of sm90_decode: CTAs that divide K, the most ranks, the fewest tokens of
+# the tile, the most of one MMA.
 DOWN_AHEAD_CTAS = 4
 DOWN_AHEAD_RANK = 32
 DOWN_AHEAD_LEAST_TILE_M = 32
-DOWN_AHEAD_MOST_TOKENS = 256
+DOWN_AHEAD_MMA_TOKENS = 256
+
+
+def down_ahead_ctas(m: int) -> int:
+    """CTAs of `down_ahead` for ``m`` tokens: of more than one MMA takes, as many for each tile."""
+    return DOWN_AHEAD_CTAS * (1 if m <= DOWN_AHEAD_MMA_TOKENS else -(-m // DECODE_TOKENS[-1]))
 
 
 def down_ahead(
@@ -1014,15 +1019,16 @@ def down_ahead(
     """LoRA-down by CTAs of sm90_decode's launch (cuda/sm90_decode_down.cuh), which divide K; None
     where their shared memory is not enough.
 
-    The ring and the partial sums of sm90_down_v2, for 64, 128 or 256 tokens: as many stages as fit
-    into ``smem_bytes`` of the gemm, 16 at most.
+    The ring and the partial sums of sm90_down_v2, for 64, 128 or 256 tokens, or 128 of more: as
+    many stages as fit into ``smem_bytes`` of the gemm, 16 at most.
 
     Args:
       early: SMs that quantizer 5 leaves to CTAs of the gemm's launch.
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
-    assert problem.m is not None and problem.m <= DOWN_AHEAD_MOST_TOKENS, problem
-    tokens = max(64, tile_m) if problem.m <= tile_m else DOWN_AHEAD_MOST_TOKENS
+    assert problem.m is not None and problem.m <= DECODE_MOST_TOKENS, problem
+    pair = tile_m < problem.m <= DOWN_AHEAD_MMA_TOKENS
+    tokens = DOWN_AHEAD_MMA_TOKENS if pair else max(64, tile_m)
     stage = max(72, tokens) * 64 * 2 + 64 * 64 * 2
     partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
@@ -1030,7 +1036,8 @@ def down_ahead(
     if stages < 2:
         return None
     assert off >= partial and off % 8 == 0
-    return DownPlan(tokens, 1, stages, threads, off + 16 * stages, off, DOWN_AHEAD_CTAS, early)
+    ctas = down_ahead_ctas(problem.m)
+    return DownPlan(tokens, 1, stages, threads, off + 16 * stages, off, ctas, early)
 
 
 def down_sm100(problem: Problem, capacity: int) -> DownPlan:
@@ -1100,7 +1107,7 @@ def workspace(
         public = tuple(dataclasses.replace(b, shape=(0, b.shape[1])) for b in public)
     if quantizer.down is not None and quantizer.down.ahead:
         # What all CTAs but the last leave for that one.
-        rows = (quantizer.down.ahead - 1) * m
+        rows = (DOWN_AHEAD_CTAS - 1) * m
         private = (*private, Buffer("down_sums", (rows, problem.rank), "float32"))
     return (*public, lora_act, *private)
 
@@ -1134,8 +1141,9 @@ def _down_traffic(problem: Problem, m: int) -> tuple[int, tuple[tuple[str, int],
 
 
 def _down_sums(problem: Problem, m: int, ahead: int) -> tuple[tuple[str, int], ...]:
-    """Bytes of what the ``ahead`` CTAs of a gemm's launch that have LoRA-down leave to the last."""
-    return (("down_sums", (ahead - 1) * m * problem.rank * 4),) if ahead else ()
+    """Bytes of what CTAs of a gemm's launch that have LoRA-down, if there are any, leave to the
+    last of those that divide K."""
+    return (("down_sums", (DOWN_AHEAD_CTAS - 1) * m * problem.rank * 4),) if ahead else ()
 
 
 def gemm_traffic(problem: Problem, m: int, private: bool = False, ahead: int = 0) -> Traffic:

@@ -121,9 +121,12 @@ _DECODE_MANY_STEP_S = {
     1: {64: 0.44e-6, 128: 0.85e-6},
     2: {64: 1.2e-6, 128: 1.65e-6},
 }
-# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m; of 128 tokens the K of a
-# CTA.
+# From which K on LoRA-down is faster in sm90_decode's launch, by tile_m (4096x4096, 128 tokens:
+# 11.2 and 11.5 us; 32 tokens: 8.0 and 7.5).
 _LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
+
+# The K at which three tiles of 128 tokens were measured.
+_THREE_TILES_K = 4096
 
 # FFI attribute names of the regions, in the order of Plan.ffi_attrs.
 _FFI_REGIONS = (
@@ -386,9 +389,9 @@ def solve(
         with the measured choices of :mod:`~jax_w4a4.plan.tuning` where it has any.
       **forced: any of tile_m, tile_n, cluster, main_stages, lora_stages, store_stages, group_m,
         promote_k, quantizer (1, 2 or 5, see :class:`~jax_w4a4.plan.budget.QuantizerPlan`),
-        down_ahead (0 or 4, see :class:`~jax_w4a4.plan.budget.DownPlan`), taken as given instead of
-        chosen. Only a forced ``main_stages`` of a design without a kernel can be
-        below 2.
+        down_ahead (0, or 4 CTAs that divide K, see :class:`~jax_w4a4.plan.budget.DownPlan`), taken
+        as given instead of chosen. Only a forced ``main_stages`` of a design without a kernel can
+        be below 2.
 
     Raises:
       NotImplementedError: no kernel design covers this target or problem; names the way out.
@@ -707,20 +710,23 @@ def _too_many_rows(
     5 % (bench/results/decode_128_kernels_h200.json), else in one wave: the models of both kernels
     have more up to 1.7 times slower. Two tiles are in one wave with mxfp4 (9 to 34 %) and nvfp4 (3
     to 14 %), up to rank 32: of more LoRA-down was not measured. They are not with int4 (8192x8192
-    5 % faster, 4096x4096 5 % slower), and three and four are not (4096x4096, 257 rows 22.7 and
-    23.1 us, 512 rows 26.9 and 23.3; bench/results/decode_token_tiles_h200.json).
+    5 % faster, 4096x4096 5 % slower; bench/results/decode_token_tiles_h200.json). Three are with
+    mxfp4 at K = 4096 where LoRA-down is in their launch (4096x4096, 257 and 384 rows: 22 and 19 %,
+    bench/results/decode_three_tiles_h200.json); with LoRA-down in the quantizer's launch, in
+    several waves, 384 and 512 rows took 6 and 15 % longer than sm90_v2.
     """
     if problem.m is None or problem.m <= 64:
         return None
     tile = budget.DECODE_TOKENS[-1]
     if problem.m <= tile and problem.format == "mxfp4":
         return None
-    if problem.m > 2 * tile:
-        return f"{problem.m} rows, more than two tiles of {tile} are not always faster"
+    most = 3 if problem.format == "mxfp4" and problem.k_pad == _THREE_TILES_K else 2
+    if problem.m > most * tile:
+        return f"{problem.m} rows, more than {most} tiles of {tile} are not always faster"
     if problem.m > tile and problem.format == "int4":
         return f"{problem.m} rows of int4 in two tiles of {tile}, which are not always faster"
     if problem.m > tile and problem.rank > budget.DOWN_AHEAD_RANK:
-        return f"{problem.m} rows in two tiles of {tile} at rank {problem.rank}, not measured"
+        return f"{problem.m} rows in tiles of {tile} at rank {problem.rank}, not measured"
     fits = _fits(design, problem, target, _tiles(design, problem, forced), forced)
     best = min(
         (fit for fit in fits if not isinstance(fit, str)),
@@ -730,9 +736,14 @@ def _too_many_rows(
     if best is None:
         return None
     where = _schedule(design, problem, best, target)
-    if where.waves == 1:
-        return None
-    return f"{problem.m} rows of {problem.format} in {where.waves} waves, which was not measured"
+    if where.waves > 1:
+        return (
+            f"{problem.m} rows of {problem.format} in {where.waves} waves, which was not measured"
+        )
+    loses = _ahead_loses(design, problem, target, best) if problem.rank else None
+    if problem.m > 2 * tile and loses is not None:
+        return f"{problem.m} rows with LoRA-down in the quantizer's launch: {loses}"
+    return None
 
 
 def _fits(
@@ -909,7 +920,7 @@ def _down_ahead(
             raise ValueError(f"jax_w4a4.plan: down_ahead={asked} cannot take this problem: {why}")
         return quantizer
     head = quantizer.why.partition("; LoRA-down")[0]
-    text = f"LoRA-down by {budget.DOWN_AHEAD_CTAS} CTAs of the gemm's launch, ahead of the others"
+    text = f"LoRA-down by {down.ahead} CTAs of the gemm's launch, ahead of the others"
     return dataclasses.replace(quantizer, down=down, why=f"{head}; {text}")
 
 
@@ -923,8 +934,8 @@ def _ahead_lacks(
         return f"rank is {problem.rank}, it takes up to {budget.DOWN_AHEAD_RANK}"
     if best.tile_m < budget.DOWN_AHEAD_LEAST_TILE_M:
         return f"tile_m is {best.tile_m}, it takes {budget.DOWN_AHEAD_LEAST_TILE_M} and more"
-    if problem.m is None or problem.m > budget.DOWN_AHEAD_MOST_TOKENS:
-        return f"{problem.m} rows, it takes up to {budget.DOWN_AHEAD_MOST_TOKENS}"
+    if problem.m is None or problem.m > budget.DECODE_MOST_TOKENS:
+        return f"{problem.m} rows, it takes up to {budget.DECODE_MOST_TOKENS}"
     return None
 
 
@@ -932,14 +943,11 @@ def _ahead_loses(design: Design, problem: Problem, target: Target, best: Config)
     """Why LoRA-down in the gemm's launch is slower, None if it is not, as far as that was measured
     (docs/notes.md, "LoRA-down in the gemm's launch")."""
     least_k = _LEAST_AHEAD_K[best.tile_m]
-    k = problem.k_pad
-    if best.tile_m > 64:
-        # Two CTAs are through with K = 4096 before LoRA-down is: 13.2 us, not 12.0.
-        k //= best.cluster
-    if k < least_k:
-        return f"K is {k}, it is faster from {least_k} on"
+    if problem.k_pad < least_k:
+        return f"K is {problem.k_pad}, it is faster from {least_k} on"
     ctas = _schedule(design, problem, best, target).tiles * best.cluster
-    ahead = budget.DOWN_AHEAD_CTAS
+    assert problem.m is not None
+    ahead = budget.down_ahead_ctas(problem.m)
     # In several rounds the launch ends because CTAs are dispatched in the order of their numbers,
     # which no documentation promises: taken where it was measured, without clusters.
     rounds = -(-ctas // target.sm_count) if best.cluster == 1 else 1

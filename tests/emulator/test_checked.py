@@ -121,8 +121,8 @@ LOST = (
           wait(DECODE, "project", "LoRA-down full", 0, 1): 4}, attrs={"down_stages": lambda v: 2}),
     # The last of the CTAs ahead: a warp for every 32 times four ranks of a token.
     Lost("decode: sums of LoRA-down that never come", mutants.DOWN_AHEAD,
-         ((mutants.AHEAD, "store_relaxed_v4(args.sums + part * all + place, own);",
-           "if (part != 1) store_relaxed_v4(args.sums + part * all + place, own);"),),
+         ((mutants.AHEAD, "store_relaxed_v4(args.sums + part * all + it.place, it.own);",
+           "if (part != 1) store_relaxed_v4(args.sums + part * all + it.place, it.own);"),),
          ("sm90_decode_Mxfp4_32.cu",), {wait(DECODE, "add", "lora_act full", 0, 0): 6}),
     lost("decode: ranks of LoRA-down past the first 16",
          {wait(DECODE, "add", "lora_act full", 0, 0): 3}),

@@ -363,6 +363,7 @@ def several_cases(seed):
         (rounded, 257, 73, 72, 72, 1, 48, 0),
         (Case("int4"), 385, 11, 296, 8, 2, 0, 0),
         (mxfp4, 130, 73, 72, 72, 1, 32, 4),
+        (mxfp4, 258, 13, 72, 8, 1, 32, 4),
     )):  # fmt: skip
         yield several_case(i, case, *shape, seed=seed)
 
@@ -384,7 +385,7 @@ def more_several_cases():
         tile_n, n = divisions[(i + i // 7) % 3]
         k = ((40, 544, 768), (288, 776, 1280))[cluster - 1][i // 2 % 3]
         rank, ahead = ((32, 4), (48, 0), (16, 4), (0, 0), (16, 0))[(i + i // 7) % 5]
-        found = several_case(i, case, m, n, k, tile_n, cluster, rank, ahead if m <= 256 else 0)
+        found = several_case(i, case, m, n, k, tile_n, cluster, rank, ahead)
         yield dataclasses.replace(found, fused=found.fused or i % 5 == 1)
 
 
