@@ -25,8 +25,13 @@ from .shapes import PREFILL, Shape
 def environment(module: str = "bench") -> dict:
     """Where and how a result was measured."""
     device = jax.devices()[0]
+    # Where the result goes is no part of what was measured, and names a folder of one machine.
+    arguments = sys.argv[1:]
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        arguments = arguments[:at] + arguments[at + 2 :]
     return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *arguments]),
         "date": datetime.date.today().isoformat(),
         "device": device.device_kind,
         "backend": getattr(device.client, "platform_version", device.platform),
