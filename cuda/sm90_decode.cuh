@@ -950,18 +950,22 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Share& shar
     }
     return;
   }
-  // What the peer waits for comes first.
-  const int flip = share.rank == 0 ? kTokenUnits / 2 : 0;
+  // What the peer waits for comes first. A unit's other is the one as far into the other half.
+  const auto other_of = [](int unit) {
+    return unit < kTokenUnits / 2 ? unit + kTokenUnits / 2 : unit - kTokenUnits / 2;
+  };
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const int unit = warp / D::kRowUnits + i * kWarps ^ flip;
+    const int turn = warp / D::kRowUnits + i * kWarps;
+    if (kTokenUnits % kWarps != 0 && turn >= kTokenUnits) continue;
+    const int unit = kTokenUnits > 1 && share.rank == 0 ? other_of(turn) : turn;
     if (number_of<kTokens>(share, unit * 8) >= args.m || row_unit * D::kUnitRows >= args.tile_n) continue;
     float v[D::kChunk];
     load_sums(unit, v);
     const bool mine = finishes<kTokens>(args, share, unit * 8 + lane % 4 * 2);
     // Where the other CTA has this chunk is the place of tokens that it does not finish.
     const uint32_t other = kTokenUnits > 1
-                               ? place_of(unit ^ kTokenUnits / 2)
+                               ? place_of(other_of(unit))
                                : chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);
     if (!mine) {
       store_cluster_async<D::kChunk>(smem + args.off_addend + other, sum_barrier(args, smem),
@@ -1335,7 +1339,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kTokens, kRows>), 1)
   if constexpr (kMayBeAhead<kTokens>) {
     if (static_cast<int>(blockIdx.x) < args.down.ctas) {
       if constexpr (kMayBeSeveral<kTokens>) {
-        if (args.token_tiles == kDownAheadMmaTokens / kTokens) {
+        if (args.m > kDecodeMostTileM && args.m <= kDownAheadMmaTokens) {
           down_ahead<kDownAheadMmaTokens, kThreads<kTokens>, kLoadWarp<kTokens>>(
               args.down, smem_address(dynamic_smem));
           return;

@@ -17,11 +17,14 @@ constexpr int DecodeThreads(int64_t tile_m) { return tile_m > 64 ? 384 : 640; }
 constexpr int kDecodeMaxStages = 16;
 constexpr int kDecodeMaxTileN = 128;
 constexpr int kDecodeMaxSplits = 2;
-// Tokens of the largest tile, of which a launch may have several, and of a launch.
+// Tokens of the largest tile and of a launch, which may have several of it and two
+// of a tile that is nearly as large.
 constexpr int kDecodeMostTileM = 128;
 constexpr int kDecodeMostTokens = 512;
 constexpr int64_t DecodeMostTokens(int64_t tile_m) {
-  return tile_m == kDecodeMostTileM ? kDecodeMostTokens : tile_m;
+  return tile_m == kDecodeMostTileM ? kDecodeMostTokens
+         : tile_m > 64              ? 2 * tile_m
+                                    : tile_m;
 }
 constexpr int64_t DecodeTokenTiles(int64_t m, int64_t tile_m) {
   return (m + tile_m - 1) / tile_m;

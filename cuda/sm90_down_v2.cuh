@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "sm90_down_v2.h"
 #include "sm90_groups.cuh"
 #include "sm90_pipeline.cuh"
 #include "sm90_ptx.cuh"
@@ -184,26 +185,32 @@ __device__ __forceinline__ void store_partial(uint32_t smem, int group, int warp
   }
 }
 
-// Four ranks per thread.
+// Four ranks of a token at a time, with what all CTAs have of them on its way at once.
 template <int kRankTiles, int kTokens>
 __device__ __forceinline__ void add_partials(const DownV2Args& args, uint32_t smem,
                                              const DownTile& tile, int rank, int active, int thread,
                                              int threads) {
-  constexpr int kQuads = 16 * kRankTiles;
+  const int quads = args.rank / 4;
   const int share = (kTokens + args.cluster - 1) / args.cluster;
   const int first = rank * share;
   const int last = min(min(first + share, kTokens), tile.end - tile.m0);
-  const int r = thread % kQuads * 4;
-  if (r >= args.rank) return;
-  for (int token = first + thread / kQuads; token < last; token += threads / kQuads) {
+  for (int i = thread; i < (last - first) * quads; i += threads) {
+    const int token = first + i / quads;
+    const int r = i % quads * 4;
+    float4 part[kDownV2MaxCluster];
+#pragma unroll
+    for (int peer = 0; peer < kDownV2MaxCluster; ++peer) {
+      // Those that there are not read the last one again, as a branch would wait for what came before it.
+      part[peer] = load_cluster_f4(smem + (token * kDownPitch<kRankTiles> + r) * 4, min(peer, active - 1));
+    }
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int peer = 0; peer < active; ++peer) {
-      const float4 v =
-          load_cluster_f4(smem + (token * kDownPitch<kRankTiles> + r) * 4, peer);
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
+#pragma unroll
+    for (int peer = 0; peer < kDownV2MaxCluster; ++peer) {
+      if (peer >= active) continue;
+      sum.x += part[peer].x;
+      sum.y += part[peer].y;
+      sum.z += part[peer].z;
+      sum.w += part[peer].w;
     }
     const __nv_bfloat162 out[2] = {__floats2bfloat162_rn(sum.x, sum.y),
                                    __floats2bfloat162_rn(sum.z, sum.w)};

@@ -506,7 +506,9 @@ def small_cells() -> Iterator[Cell]:
     yield Cell("mxfp4", 16, 70, 130, 416, kernel="sm90_v2", quantizer=1)
     for path in plan.budget.DECODE_PATHS:
         for tile_n, cluster in ((24, 1), (64, 2), (104, 2), (128, 1)):
-            for m, rank in ((8, 0), (11, 48), (32, 16), (60, 16), (65, 48), (120, 32), (140, 16)):
+            for m, rank in zip(
+                (8, 11, 32, 60, 65, 90, 120, 140), (0, 48, 16, 16, 48, 32, 32, 16), strict=True
+            ):
                 cell = Cell(
                     rank=rank,
                     m=m,

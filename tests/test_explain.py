@@ -125,7 +125,7 @@ class ShapeTest(parameterized.TestCase):
         # Sums in shared memory over the ring; results from registers: of one CTA, of two, without
         # a low-rank branch.
         (16, 4096, 32, "on warps of its own, from L2: 2048 B beside", True),
-        (65, 4096, 32, "on warps of its own, from L2: 32768 B with what the peer sends", True),
+        (65, 4096, 32, "on warps of its own, from L2: 24576 B with what the peer sends", True),
         (128, 14336, 48, "at the end, each warp of its own rows: 8192 B beside", False),
         (128, 8192, 32, "at the end, each warp of its own rows: 40960 B with what the", False),
         (128, 14336, 0, None, False),

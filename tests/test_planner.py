@@ -291,9 +291,11 @@ class Sm90DecodeTest(parameterized.TestCase):
         (1, 64, 512, 16384, 4096, 128 * 64, 4 * 8 * 64 * 4),
         (1, 72, 256, 9216, 2048, 128 * 72, 2 * 8 * 128 * 4),
         (1, 128, 256, 16384, 2048, 128 * 128, 2 * 8 * 128 * 4),
-        (65, 32, 256, 4096, 32768, 128 * 32, 2 * 128 * 64 * 4),
-        (65, 64, 256, 8192, 32768, 128 * 64, 2 * 128 * 64 * 4),
-        (65, 128, 256, 16384, 32768, 128 * 128, 0),
+        (65, 32, 256, 4096, 24576, 128 * 32, 2 * 96 * 64 * 4),
+        (65, 128, 256, 16384, 24576, 128 * 128, 0),
+        (97, 32, 256, 4096, 32768, 128 * 32, 2 * 128 * 64 * 4),
+        (97, 64, 256, 8192, 32768, 128 * 64, 2 * 128 * 64 * 4),
+        (97, 128, 256, 16384, 32768, 128 * 128, 0),
     )
     def test_account(self, m, tile_n, tile_k, weight, act, scales, sums):
         solved = self.solve(m=m, forced={"tile_n": tile_n, "cluster": 1}.items())
@@ -369,7 +371,8 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertGreater(turn, whole)
 
     @parameterized.parameters(
-        ({"m": 129, "format": "int4", "block": 4096}, "129 rows of int4 in two tiles of 128, whi"),
+        ({"m": 193, "format": "int4", "block": 4096}, "193 rows of int4 in two tiles of 128, whi"),
+        ({"m": 129, "n": 14336, "format": "int4", "block": 4096}, "129 rows of int4 in 2 waves"),
         ({"m": 129, "n": 14336}, "129 rows of mxfp4 in 2 waves, which was not measured"),
         ({"m": 129, "n": 14336, "format": "nvfp4"}, "129 rows of nvfp4 in 2 waves, which was"),
         ({"m": 200, "rank": 48}, "200 rows in tiles of 128 at rank 48, not measured"),
@@ -410,11 +413,14 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(few.kernel, "sm90_decode")
 
     @parameterized.product(
-        m=(129, 192, 256), format=("mxfp4", "nvfp4"), kn=((4096, 4096), (8192, 8192), (14336, 4096))
+        m=(129, 192, 256), format=("mxfp4", "nvfp4", "int4"), kn=((4096, 4096), (8192, 8192), (14336, 4096))
     )
     def test_chosen_for_two_tiles_of_tokens_in_one_wave(self, m, format, kn):
-        solved = self.solve(m=m, k=kn[0], n=kn[1], format=format)
-        self.assertEqual((solved.kernel, solved.tile_m), ("sm90_decode", 128))
+        if format == "int4" and m > 192:
+            return  # of 96 tokens only
+        block = kn[0] if format == "int4" else None
+        solved = self.solve(m=m, k=kn[0], n=kn[1], format=format, block=block)
+        self.assertEqual((solved.kernel, solved.tile_m), ("sm90_decode", 96 if m <= 192 else 128))
         self.assertEqual(planner.schedule_of(solved, targets.get("sm_90")).waves, 1)
 
     @parameterized.parameters(
@@ -497,20 +503,20 @@ class Sm90DecodeTest(parameterized.TestCase):
             self.assertEqual(down.early, max(0, 132 - m))
 
     @parameterized.parameters(
-        (129, 8192, 8192, 2, 1), (256, 8192, 8192, 2, 1), (256, 16384, 4096, 2, 2),
-        (257, 4096, 4096, 3, 1), (512, 4096, 4096, 4, 1), (512, 8192, 8192, 4, 2),
+        (129, 8192, 8192, 96, 2, 1), (193, 8192, 8192, 128, 2, 1), (256, 16384, 4096, 128, 2, 2),
+        (257, 4096, 4096, 128, 3, 1), (512, 4096, 4096, 128, 4, 1), (512, 8192, 8192, 128, 4, 2),
     )  # fmt: skip
-    def test_several_tiles_of_tokens(self, m, n, k, tiles, waves):
+    def test_several_tiles_of_tokens(self, m, n, k, tile, tiles, waves):
         """Where they are asked for: tiles, waves and bytes as they are; the model reads a weight
         tile from memory once, and each of its CTAs is as long at it as one would be."""
         solved = self.solve(m=m, n=n, k=k, kernel="sm90_decode")
         where = planner.schedule_of(solved, targets.get("sm_90"))
-        self.assertEqual((solved.tile_m, where.tiles_m, where.waves), (128, tiles, waves))
+        self.assertEqual((solved.tile_m, where.tiles_m, where.waves), (tile, tiles, waves))
         (why,) = (r for r in solved.reasons if " MB of weights and scales" in r)
         self.assertIn(f", read by each of {tiles} tiles of tokens, the first from memory, ", why)
         self.assertIn(f" for {m} rows: {where.tiles} tiles in {waves} wave", solved.reasons[0])
         act = dict((b.name, b.shape) for b in solved.workspace(m, "matmul"))["act"]
-        self.assertEqual(act, (128 * tiles, k))
+        self.assertEqual(act, (tile * tiles, k))
         with self.assertRaisesRegex(ValueError, "sm90_decode has no tile with tile_m=64"):
             self.solve(m=m, n=n, k=k, kernel="sm90_decode", forced={"tile_m": 64}.items())
 

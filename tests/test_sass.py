@@ -202,7 +202,7 @@ class TestDecode:
                 # The add role, CTAs of LoRA-down, of several tiles too, and the multiply role.
                 alone = budget.decode_shape(tokens, rows)[1] == 1
                 ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
-                several = tokens == budget.DECODE_TOKENS[-1]
+                several = tokens >= budget.DECODE_PAIR_TOKENS
                 assert readers == 1 + ahead + several + alone, name
 
 

@@ -418,7 +418,7 @@ class V2Path:
 # Activation bytes of a token in one stage.
 _V2_ROW_BYTES = 128
 _V2_TOKEN_STAGES = 2
-_V2_TILES = (256, 200, 192, 128, 64)
+_V2_TILES = (256, 200, 192, 160, 144, 128, 64)
 _GROUPED_TILES = (256, 200, 128, 64, 16)
 
 V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
@@ -457,7 +457,7 @@ V2_PATHS: Mapping[str, V2Path] = MappingProxyType(
                 "s8",
                 1,
                 "block scale",
-                (256, 208, 192, 128, 64),
+                (256, 208, 192, 160, 144, 128, 64),
                 "peak_int8",
                 (256, 192, 128, 64, 16),
             ),
@@ -654,8 +654,9 @@ _DECODE_SHAPES = {
     64: ((32, 4, 2), (64, 4, 2), (128, 2, 1)),
     128: ((64, 2, 1), (128, 1, 1)),
 }
-DECODE_TOKENS = (8, 16, 32, 64, 128)
+DECODE_TOKENS = (8, 16, 32, 64, 96, 128)
 DECODE_MOST_TOKENS = 512  # in several tiles of the largest
+DECODE_PAIR_TOKENS = 96  # of a tile of which a launch may have two
 DECODE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row", "Mxfp4Sorted")
 _DECODE_SCALE_BOX = 128  # block scales of a row that the copy engine fetches at once
 # Weight bytes that the ring holds at most; more in flight is slower (docs/plans.md).
@@ -666,6 +667,16 @@ def decode_shape(tile_m: int, tile_n: int) -> tuple[int, int, int]:
     """Most weight rows, warpgroups along K and boxes of 256 K per stage of a decode CTA."""
     shapes = next(each for most, each in _DECODE_SHAPES.items() if tile_m <= most)
     return next(shape for shape in shapes if tile_n <= shape[0])
+
+
+def decode_tokens(m: int) -> tuple[int, ...]:
+    """Token tiles of the decode kernel for ``m`` rows: the least that has all of them, or several."""
+    if not 0 < m <= DECODE_MOST_TOKENS:
+        return ()
+    largest = DECODE_TOKENS[-1]
+    if m <= largest:
+        return (min(t for t in DECODE_TOKENS if t >= m),)
+    return (largest, DECODE_PAIR_TOKENS) if m <= 2 * DECODE_PAIR_TOKENS else (largest,)
 
 
 def decode_alone(tile_m: int, tile_n: int) -> bool:
@@ -1027,8 +1038,10 @@ def down_ahead(
     """
     assert 0 < problem.rank <= DOWN_AHEAD_RANK, problem
     assert problem.m is not None and problem.m <= DECODE_MOST_TOKENS, problem
-    pair = tile_m < problem.m <= DOWN_AHEAD_MMA_TOKENS
-    tokens = DOWN_AHEAD_MMA_TOKENS if pair else max(64, tile_m)
+    most = DECODE_TOKENS[-1]
+    tokens = most if tile_m > 64 else 64
+    if most < problem.m <= DOWN_AHEAD_MMA_TOKENS:
+        tokens = DOWN_AHEAD_MMA_TOKENS
     stage = max(72, tokens) * 64 * 2 + 64 * 64 * 2
     partial = tokens * (64 + 4) * 4
     stages = min(16, smem_bytes // (stage + 16))
@@ -1377,13 +1390,11 @@ class Design:
     def tiles_of(self, problem: Problem) -> tuple[tuple[int, int, int], ...]:
         """The candidates that the design has for a problem."""
         if self.decode:
-            m, least = problem.m or 0, 0
-            if 0 < m <= DECODE_MOST_TOKENS:
-                least = min((t for t in DECODE_TOKENS if t >= m), default=DECODE_TOKENS[-1])
+            tokens = decode_tokens(problem.m or 0)
             return tuple(
                 t
                 for t in self.tiles
-                if t[0] == least and (t[2] == 1 or problem.k_pad > self.step(problem, *t[:2]))
+                if t[0] in tokens and (t[2] == 1 or problem.k_pad > self.step(problem, *t[:2]))
             )
         path = v2_path(problem) if self.private_layout else None
         if path is None:

@@ -114,16 +114,18 @@ _DECODE_CHIP_BYTES_S = 4.0e12
 _DECODE_SM_BYTES_S = 30e9
 _DECODE_STEP_S = {32: (0.70e-6, 6e-9), 64: (0.46e-6, 5.7e-9), 128: (0.46e-6, 5.7e-9)}
 _DECODE_REFILL_S = 1.9e-6
-# Seconds of a stage with 128 tokens, by bytes of an activation and the most rows of a CTA. Set so
-# that tiles rank as in bench/results/decode_128_tokens_h200.json and, those of two bytes, in
-# decode_128_kernels_h200.json.
+# Seconds of a stage with 96 or 128 tokens, by bytes of an activation and the most rows of a CTA.
+# Set so that tiles rank as in bench/results/decode_128_tokens_h200.json, decode_96_tokens_h200.json
+# and, those of 128 tokens and two bytes, in decode_128_kernels_h200.json.
 _DECODE_MANY_STEP_S = {
-    1: {64: 0.44e-6, 128: 0.85e-6},
-    2: {64: 1.2e-6, 128: 1.65e-6},
+    (1, 96): {64: 0.42e-6, 128: 0.72e-6},
+    (1, 128): {64: 0.44e-6, 128: 0.85e-6},
+    (2, 96): {64: 0.95e-6, 128: 1.3e-6},
+    (2, 128): {64: 1.2e-6, 128: 1.65e-6},
 }
 # From which K on LoRA-down is faster in sm90_decode's launch, by tile_m (4096x4096, 128 tokens:
 # 11.2 and 11.5 us; 32 tokens: 8.0 and 7.5).
-_LEAST_AHEAD_K = {32: 6144, 64: 4096, 128: 4096}
+_LEAST_AHEAD_K = {32: 6144, 64: 4096, 96: 4096, 128: 4096}
 
 # The K at which three tiles of 128 tokens were measured.
 _THREE_TILES_K = 4096
@@ -709,8 +711,9 @@ def _too_many_rows(
     One tile of 128 tokens is faster than sm90_v2 with mxfp4 however many waves there are, by 2 to
     5 % (bench/results/decode_128_kernels_h200.json), else in one wave: the models of both kernels
     have more up to 1.7 times slower. Two tiles are in one wave with mxfp4 (9 to 34 %) and nvfp4 (3
-    to 14 %), up to rank 32: of more LoRA-down was not measured. They are not with int4 (8192x8192
-    5 % faster, 4096x4096 5 % slower; bench/results/decode_token_tiles_h200.json). Three are with
+    to 14 %), up to rank 32: of more LoRA-down was not measured. Of int4 two tiles of 96 tokens are
+    (24 to 40 %; bench/results/decode_96_tokens_h200.json), of 128 they are not (8192x8192 5 %
+    faster, 4096x4096 5 % slower; bench/results/decode_token_tiles_h200.json). Three are with
     mxfp4 at K = 4096 where LoRA-down is in their launch (4096x4096, 257 and 384 rows: 22 and 19 %,
     bench/results/decode_three_tiles_h200.json); with LoRA-down in the quantizer's launch, in
     several waves, 384 and 512 rows took 6 and 15 % longer than sm90_v2.
@@ -723,7 +726,7 @@ def _too_many_rows(
     most = 3 if problem.format == "mxfp4" and problem.k_pad == _THREE_TILES_K else 2
     if problem.m > most * tile:
         return f"{problem.m} rows, more than {most} tiles of {tile} are not always faster"
-    if problem.m > tile and problem.format == "int4":
+    if problem.m > 2 * budget.DECODE_PAIR_TOKENS and problem.format == "int4":
         return f"{problem.m} rows of int4 in two tiles of {tile}, which are not always faster"
     if problem.m > tile and problem.rank > budget.DOWN_AHEAD_RANK:
         return f"{problem.m} rows in tiles of {tile} at rank {problem.rank}, not measured"
@@ -1196,7 +1199,7 @@ def _decode_step_seconds(problem: Problem, config: Config) -> float:
     if config.tile_m > 64:
         path = budget.v2_path(problem)
         assert path is not None, problem
-        seconds = _DECODE_MANY_STEP_S[path.act_bytes][rows]
+        seconds = _DECODE_MANY_STEP_S[path.act_bytes, config.tile_m][rows]
     else:
         step, token = _DECODE_STEP_S[rows]
         seconds = step + config.tile_m * token
