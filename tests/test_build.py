@@ -1104,7 +1104,7 @@ class DecodePlanChecks(PlanCase):
     )
     def test_results_from_registers(self, key, value, text):
         """128 tokens, a warpgroup with all of K: no partial sums, the peer's of half the tokens."""
-        plan_attrs, spec_attrs = self.decode_attrs(m=65, tile_n=72, cluster=2)
+        plan_attrs, spec_attrs = self.decode_attrs(m=97, tile_n=72, cluster=2)
         self.compile(plan_attrs, spec_attrs)()
         self.assertEqual((plan_attrs["bytes_store"], plan_attrs["bytes_lora_act"]), (0, 40960))
         plan_attrs[key] = value
@@ -1113,7 +1113,7 @@ class DecodePlanChecks(PlanCase):
 
     def test_the_other_shape_of_128_tokens(self):
         """Of at most 64 rows two warpgroups divide K: its regions are not those of more rows."""
-        few, spec_attrs = self.decode_attrs(m=65, tile_n=64, cluster=2)
+        few, spec_attrs = self.decode_attrs(m=97, tile_n=64, cluster=2)
         self.compile(few, spec_attrs)()
         self.assertEqual((few["bytes_store"], few["bytes_lora_act"]), (65536, 32768))
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "FAILED_PRECONDITION"):
@@ -1123,7 +1123,7 @@ class DecodePlanChecks(PlanCase):
     def test_every_plan_with_low_rank_down_in_the_launch_is_accepted(self, path, rank, cluster):
         format, mode = path
         forced = {"cluster": cluster, "down_ahead": 4}
-        tokens = (17, 33, 64, 65) if rank == 16 else (17, 64, 65, 200)
+        tokens = (17, 33, 64, 65) if rank == 16 else (64, 97, 150, 200)
         with self.accepting() as accept:
             for tile_n, m, k in itertools.product((8, 40, 64, 128), tokens, (1056, 8704)):
                 with self.subTest(tile_n=tile_n, m=m, k=k):
@@ -1169,7 +1169,7 @@ class DecodePlanChecks(PlanCase):
 
     def test_stages_of_low_rank_down_of_128_tokens(self):
         """A ring for 64 tokens would end in front of the barriers, too."""
-        plan_attrs, spec_attrs = self.decode_attrs(m=65, tile_n=64, cluster=1, down_ahead=4)
+        plan_attrs, spec_attrs = self.decode_attrs(m=97, tile_n=64, cluster=1, down_ahead=4)
         stage = 128 * 128 + 64 * 128
         plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
         self.compile(plan_attrs, spec_attrs)()
@@ -1180,7 +1180,7 @@ class DecodePlanChecks(PlanCase):
 
     def test_stages_of_low_rank_down_of_several_tiles(self):
         """A ring for 128 tokens would end in front of the barriers, too, as would their sums."""
-        plan_attrs, spec_attrs = self.decode_attrs(m=129, tile_n=64, cluster=1, down_ahead=4)
+        plan_attrs, spec_attrs = self.decode_attrs(m=193, tile_n=64, cluster=1, down_ahead=4)
         stage = 256 * 128 + 64 * 128
         plan_attrs.update(down_stages=2, off_down_barriers=2 * stage)
         self.compile(plan_attrs, spec_attrs, m=129)()

@@ -413,13 +413,16 @@ class Sm90DecodeTest(parameterized.TestCase):
         self.assertEqual(few.kernel, "sm90_decode")
 
     @parameterized.product(
-        m=(129, 192, 256), format=("mxfp4", "nvfp4", "int4"), kn=((4096, 4096), (8192, 8192), (14336, 4096))
+        m=(129, 192, 256),
+        format=("mxfp4", "nvfp4", "int4"),
+        kn=((4096, 4096), (8192, 8192), (14336, 4096)),
     )
     def test_chosen_for_two_tiles_of_tokens_in_one_wave(self, m, format, kn):
-        if format == "int4" and m > 192:
-            return  # of 96 tokens only
         block = kn[0] if format == "int4" else None
         solved = self.solve(m=m, k=kn[0], n=kn[1], format=format, block=block)
+        if format == "int4" and m > 192:
+            self.assertEqual(solved.kernel, "sm90_v2")
+            return
         self.assertEqual((solved.kernel, solved.tile_m), ("sm90_decode", 96 if m <= 192 else 128))
         self.assertEqual(planner.schedule_of(solved, targets.get("sm_90")).waves, 1)
 

@@ -670,7 +670,7 @@ def decode_shape(tile_m: int, tile_n: int) -> tuple[int, int, int]:
 
 
 def decode_tokens(m: int) -> tuple[int, ...]:
-    """Token tiles of the decode kernel for ``m`` rows: the least that has all of them, or several."""
+    """Token tiles of the decode kernel for ``m`` rows: the least that has them all, or several."""
     if not 0 < m <= DECODE_MOST_TOKENS:
         return ()
     largest = DECODE_TOKENS[-1]
