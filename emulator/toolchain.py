@@ -41,8 +41,13 @@ QUANTIZE_V2_PATHS = (
 )
 DECODE_QUANTIZE_PATHS = ("Mxfp4", "Nvfp4", "Nvfp4Rounded", "Int4Row")
 
-# (path, tile_m) of GEMM v2 that the launch code can launch here.
-INSTANCES = tuple((path, 64) for path in plan.budget.V2_PATHS)
+# (path, tile_m) of GEMM v2 that the launch code can launch here: the smallest tile of every path,
+# whose loop is that of tiles up to 192, and two more sizes on a path each.
+INSTANCES = (
+    *((path, 64) for path in plan.budget.V2_PATHS),
+    ("Mxfp4Sorted", 144),
+    ("Nvfp4", 160),
+)
 # The same of the decode kernel.
 DECODE_INSTANCES = tuple(
     (path, tile) for path in plan.budget.DECODE_PATHS for tile in plan.budget.DECODE_TOKENS

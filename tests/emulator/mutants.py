@@ -34,6 +34,9 @@ NVFP4 = Case("nvfp4", 70, 136, 208, 32, clusters=1, exact=True)
 INT4 = Case("int4", 70, 136, 288, 0, clusters=1, exact=True)
 ODD = Case("mxfp4", 70, 77, 160, 0, clusters=1, exact=True)
 GROUPS = Case("int4", 70, 136, 320, 48, block=64, precision="highest", clusters=1, stages=2)
+# One stage is all of K, in a ring of four.
+ONE_STAGE = dataclasses.replace(EXACT, k=96, stages=4)
+ROUNDED = Case("nvfp4", 70, 136, 208, 32, precision="fastest", clusters=1)
 PROMOTED = Case("mxfp4", 70, 136, 544, 48, precision="highest", promote_k=256, clusters=1, stages=2)
 FUSED = Case("mxfp4", 70, 136, 640, 80, clusters=1, fused=True)
 
@@ -82,7 +85,7 @@ MANY_ROWS = dataclasses.replace(MANY_EXACT, n=104, tile_n=104, cluster=1)
 ALONE = Case("mxfp4", 97, 144, 544, 96, kernel="sm90_decode", tile_m=128, tile_n=72, clusters=1)
 ALONE_EXACT = dataclasses.replace(ALONE, exact=True)
 ALONE_PAIR = dataclasses.replace(ALONE, n=73, m=128, rank=32, cluster=2)
-ALONE_FUSED = dataclasses.replace(ALONE, m=65, n=72, k=288, fused=True)
+ALONE_FUSED = dataclasses.replace(ALONE, n=72, k=288, fused=True)
 # Two and three tiles of 128 tokens, of the second shape and the first; of a pair the second CTA has no
 # token of the last tile to finish.
 SEVERAL = dataclasses.replace(ALONE, m=140, k=288, exact=True)
@@ -91,6 +94,10 @@ SEVERAL_PAIR = dataclasses.replace(ALONE, m=136, n=73, rank=16, cluster=2)
 SEVERAL_AHEAD = dataclasses.replace(ALONE, m=200, n=72, k=288, rank=16, fused=True, down_ahead=4)
 SEVERAL_GROUPS = dataclasses.replace(SEVERAL_AHEAD, m=258, n=8, tile_n=8)
 ALONE_AHEAD = dataclasses.replace(ALONE, n=72, k=288, rank=32, fused=True, down_ahead=4)
+# Tiles of 96 tokens, whose halves are no power of two: sums through shared memory, of two CTAs; two
+# tiles with LoRA-down ahead.
+THIRDS = dataclasses.replace(ALONE, m=90, n=40, k=544, rank=16, tile_m=96, tile_n=40, cluster=2)
+THIRDS_AHEAD = dataclasses.replace(SEVERAL_AHEAD, m=150, tile_m=96)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +127,10 @@ _FEW = {"sources": ("sm90_decode_Mxfp4_8.cu",)}
 _FEW_SORTED = {"sources": ("sm90_decode_Mxfp4Sorted_8.cu",)}
 _MANY = {"sources": ("sm90_decode_Mxfp4_32.cu",)}
 _64 = {"sources": ("sm90_decode_Mxfp4_64.cu",)}
+_96 = {"sources": ("sm90_decode_Mxfp4_96.cu",)}
 _128 = {"sources": ("sm90_decode_Mxfp4_128.cu",)}
+# The loop of larger tiles, and of the grouped kernel, in the tile that is compiled here.
+LARGE = (GEMM, "constexpr int kAheadTileM = 192;", "constexpr int kAheadTileM = 0;")
 _FEW_QUANT = {"sources": ("sm90_decode_quantize_Mxfp4.cu",)}
 # Behind the looks at lora_act, of which one stages it and one adds.
 _LOOKS = (
@@ -180,21 +190,89 @@ MUTANTS = (
         "bulk_load(smem + args.off_token,")),
     _m("stage stride too small", "layout", PLAIN, "RaceError cells",
        (GEMM, "const uint32_t slot = smem + stage.slot * args.stage_bytes;\n"
-        "      tma_load_2d(slot + args.off_weight",
+        "      const uint32_t full",
         "const uint32_t slot = smem + stage.slot * (args.stage_bytes - 1024);\n"
-        "      tma_load_2d(slot + args.off_weight")),
+        "      const uint32_t full")),
+    # ---- weights ahead of the launch before ----
+    _m("early weights are asked for again", "protocol", PLAIN,
+       "ProtocolError RaceError DeadlockError",
+       (GEMM, "if (index > cluster || kb >= early) {", "{")),
+    _m("early weights of every tile", "protocol", MANY, "DeadlockError RaceError ProtocolError",
+       (GEMM, "if (index > cluster || kb >= early) {", "if (kb >= early) {")),
+    _m("one stage more is taken for early", "protocol", dataclasses.replace(PLAIN, k=672, stages=6),
+       "DeadlockError RaceError UninitializedError ProtocolError",
+       (GEMM, "if (index > cluster || kb >= early) {", "if (index > cluster || kb > early) {")),
+    _m("early weights of the first stage for all", "arithmetic", EXACT, "cells",
+       (GEMM, "                  kb * Format::kWeightBytes, tile.n0);\n    }\n  }",
+        "                  0, tile.n0);\n    }\n  }")),
+    _m("early weights in the first stage's slot", "layout", EXACT,
+       "RaceError cells UninitializedError",
+       (GEMM, "smem + kb * args.stage_bytes + args.off_weight", "smem + args.off_weight")),
+    _m("early weights of the first CTA for both", "arithmetic", PAIR, "cells",
+       (GEMM, "tile_at(args, cluster, kTileM, kCluster * kTileN, rank);\n#pragma",
+        "tile_at(args, cluster, kTileM, kCluster * kTileN, 0);\n#pragma")),
+    _m("early stages past K", "protocol", ONE_STAGE,
+       "ProtocolError DeadlockError RaceError UninitializedError",
+       (GEMM, "min(min(kEarlyStages, args.stages), args.k_blocks)",
+        "min(kEarlyStages, args.stages)")),
+    _m("more early stages than the ring has", "protocol", PLAIN,
+       "ProtocolError DeadlockError RaceError",
+       (GEMM, "min(min(kEarlyStages, args.stages), args.k_blocks)",
+        "min(kEarlyStages, args.k_blocks)")),
+    _m("early stages expect their weights only", "protocol", PLAIN,
+       "ProtocolError RaceError UninitializedError DeadlockError",
+       (GEMM, "mbarrier_arrive_expect_tx(main.full(kb), kBlockBytes);",
+        "mbarrier_arrive_expect_tx(main.full(kb), kTileN * Format::kWeightBytes);")),
     # ---- consumers ----
     _m("release before the MMAs are complete", "protocol", PLAIN, "RaceError",
-       (GEMM, "if (s == 1) main.release", "if (s == 0) main.release")),
+       (GEMM, "    wgmma_wait<1>();\n    main.release<kCluster>(previous, lane, kb > 0);",
+        "    main.release<kCluster>(previous, lane, kb > 0);\n    wgmma_wait<1>();")),
     _m("release of the stage in use", "protocol", PLAIN, "RaceError",
+       (GEMM, "    main.release<kCluster>(previous, lane, kb > 0);\n    previous = slot;",
+        "    main.release<kCluster>(slot, lane, true);"),
+       (GEMM, "    main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);\n",
+        "")),
+    _m("release of the stage to come", "protocol", dataclasses.replace(PLAIN, stages=3),
+       "DeadlockError RaceError ProtocolError",
+       (GEMM, "    previous = slot;", "    previous = stage.slot;")),
+    _m("fragments of a stage still under MMAs", "protocol", dataclasses.replace(PLAIN, stages=4),
+       "ProtocolError RaceError",
+       (GEMM, "    wgmma_wait<1>();\n    main.release<kCluster>(previous, lane, kb > 0);\n    previous = slot;",
+        "    main.release<kCluster>(previous, lane, kb > 0);\n    previous = slot;")),
+    _m("fragments of the stage to come over those in use", "protocol", EXACT, "ProtocolError cells",
+       (GEMM, "expand(kb + 1, next);", "expand(kb + 1, now);")),
+    _m("now and next of every second stage swapped", "arithmetic", EXACT, "cells ProtocolError",
+       (GEMM, "turn(kb + 1, a[1], a[0]);", "turn(kb + 1, a[0], a[1]);")),
+    _m("fragments of a stage past K", "protocol", ODD, "DeadlockError",
+       (GEMM, "if (kb + 1 < args.k_blocks) expand(kb + 1, next);", "expand(kb + 1, next);")),
+    _m("stages of K in pairs only", "arithmetic", EXACT,
+       "cells RaceError UninitializedError DeadlockError ProtocolError",
+       (GEMM, "    if (kb + 1 < args.k_blocks) turn(kb + 1, a[1], a[0]);",
+        "    turn(kb + 1, a[1], a[0]);")),
+    _m("scales of the stage to come", "arithmetic", EXACT, "cells",
+       (GEMM, "    const uint32_t scale0 = rows[0].scale;\n    const uint32_t scale1 = rows[1].scale;\n"
+        "    next_scales<Format>(args, rows, kb, q);\n    main.wait_full(stage);\n    const uint32_t weight = smem",
+        "    next_scales<Format>(args, rows, kb, q);\n    const uint32_t scale0 = rows[0].scale;\n"
+        "    const uint32_t scale1 = rows[1].scale;\n    main.wait_full(stage);\n    const uint32_t weight = smem")),
+    _m("a lane's second block of scales a step early", "arithmetic", ROUNDED, "cells",
+       (GEMM, "if (s == 2 && Format::kLaneBlocks == 2) {", "if (s == 1 && Format::kLaneBlocks == 2) {")),
+    _m("weights of a stage before they are there", "protocol", PLAIN, "RaceError UninitializedError",
+       (GEMM, "    main.wait_full(stage);\n    const uint32_t weight = smem",
+        "    const uint32_t weight = smem")),
+    _m("large tiles: release before the MMAs are complete", "protocol", PLAIN, "RaceError",
+       LARGE, (GEMM, "if (s == 1) main.release", "if (s == 0) main.release")),
+    _m("large tiles: release of the stage in use", "protocol", PLAIN, "RaceError", LARGE,
        (GEMM, "if (s == 1) main.release<kCluster>(previous, lane, kb > 0);",
         "if (s == 1) main.release<kCluster>(stage.slot, lane, true);"),
        (GEMM, "    main.release<kCluster>((stage.slot == 0 ? args.stages : stage.slot) - 1, lane);\n",
         "")),
-    _m("three MMAs in flight on four fragments", "protocol", PLAIN, "RaceError ProtocolError",
-       (GEMM, "wgmma_wait<2>();", "wgmma_wait<4>();")),
-    _m("no wgmma.fence", "protocol", PLAIN, "ProtocolError",
+    _m("large tiles: three MMAs in flight on four fragments", "protocol", PLAIN,
+       "RaceError ProtocolError", LARGE, (GEMM, "wgmma_wait<2>();", "wgmma_wait<4>();")),
+    _m("large tiles: no wgmma.fence", "protocol", PLAIN, "ProtocolError", LARGE,
        (GEMM, "wgmma_fence();\n      // 32 bytes", "// 32 bytes")),
+    _m("no wgmma.fence", "protocol", PLAIN, "ProtocolError",
+       (GEMM, "    wgmma_fence();\n#pragma unroll\n    for (int s = 0; s < 4; ++s) {\n      using",
+        "#pragma unroll\n    for (int s = 0; s < 4; ++s) {\n      using")),
     _m("no wgmma.wait before the epilogue", "protocol", PLAIN, "ProtocolError",
        (GEMM, "    if constexpr (Format::kStageGroups == 0) {\n      wgmma_wait<0>();\n      pin(acc);",
         "    if constexpr (Format::kStageGroups == 0) {\n      pin(acc);")),
@@ -218,8 +296,12 @@ MUTANTS = (
        (GEMM, "    fence_mbarrier_init();\n", "")),
     _m("no cluster barrier before exit", "protocol", PAIR, "ProtocolError",
        (GEMM, "  if constexpr (kCluster > 1) cluster_sync();\n}", "}")),
-    _m("no griddepcontrol.wait", "protocol", PLAIN, "ProtocolError",
-       (GEMM, "  grid_dependency_wait();\n", "")),
+    _m("no griddepcontrol.wait of the producer", "protocol", PLAIN, "ProtocolError",
+       (GEMM, "  if constexpr (kEarly<Format>) grid_dependency_wait();\n  for", "  for")),
+    _m("no griddepcontrol.wait of the consumers", "protocol", PLAIN, "ProtocolError",
+       (GEMM, "    if constexpr (kEarly<Format>) grid_dependency_wait();\n    claim", "    claim")),
+    _m("no griddepcontrol.wait where groups have scales", "protocol", GROUPS, "ProtocolError",
+       (GEMM, "  if constexpr (!kEarly<Format>) grid_dependency_wait();\n", "")),
     _m("producer keeps its registers", "protocol", PLAIN, "DeadlockError",
        (GEMM, "    release_registers<kProducerRegisters>();\n", "")),
     _m("consumers claim too many registers", "protocol", PLAIN, "DeadlockError",
@@ -271,12 +353,14 @@ MUTANTS = (
     _m("swizzle code of the descriptor", "layout", EXACT, "cells RaceError UninitializedError",
        (WGMMA, "kSwizzle = kRowBytes == 128 ? 1 : 2;", "kSwizzle = kRowBytes == 128 ? 2 : 1;")),
     _m("K advance of the descriptor", "layout", EXACT, "cells",
-       (GEMM, "act + 2 * s, s > 0 || kb > 0", "act + s, s > 0 || kb > 0")),
+       (GEMM, "now[s],\n                                               act + 2 * s,",
+        "now[s],\n                                               act + s,")),
     _m("accumulate flag", "arithmetic", EXACT, "cells",
-       (GEMM, "s > 0 || kb > 0);", "s > 0);")),
+       (GEMM, "now[s],\n                                               act + 2 * s, s > 0 || kb > 0);",
+        "now[s],\n                                               act + 2 * s, s > 0);")),
     _m("second row's weights", "layout", EXACT, "cells",
-       (GEMM, "Format::load_packed(weight + 8 * Format::kWeightBytes)",
-        "Format::load_packed(weight + 4 * Format::kWeightBytes)")),
+       (GEMM, "Format::load_packed(weight + 8 * Format::kWeightBytes);\n    auto block0",
+        "Format::load_packed(weight + 4 * Format::kWeightBytes);\n    auto block0")),
     _m("scale column of the quad", "layout", EXACT, "cells",
        (GEMM, "static_cast<uint32_t>(r) * args.scale_blocks + first;",
         "static_cast<uint32_t>(r) * args.scale_blocks;")),
@@ -382,7 +466,31 @@ MUTANTS = (
     _m("LoRA-down expects one box", "protocol", FUSED,
        "RaceError DeadlockError UninitializedError ProtocolError",
        (DOWN, "ring.acquire(stage, rows * 128 + kRankTiles * kDownRankBytes)",
-        "ring.acquire(stage, kDownXBytes + kDownRankBytes)"), **_DOWN),
+        "ring.acquire(stage, rows * 128 + kDownRankBytes)"), **_DOWN),
+    _m("partial sums of the last CTA left out", "arithmetic",
+       dataclasses.replace(FUSED, down_cluster=2), "cells",
+       (DOWN, "if (peer >= active) continue;", "if (peer >= active - 1) continue;"), **_DOWN),
+    _m("partial sums of the last CTA for those that there are not", "arithmetic",
+       dataclasses.replace(FUSED, down_cluster=2), "cells",
+       (DOWN, "      if (peer >= active) continue;\n", ""), **_DOWN),
+    _m("partial sums of CTAs that there are not", "protocol",
+       dataclasses.replace(FUSED, down_cluster=2), "OutOfBoundsError ProtocolError",
+       (DOWN, "min(peer, active - 1)", "peer"), **_DOWN),
+    # Of eight CTAs six have a part of 11 stages; what the others have is not summed.
+    _m("partial sums of CTAs without a share of K", "protocol",
+       dataclasses.replace(FUSED, k=680, down_cluster=8), "UninitializedError RaceError cells",
+       (DOWN, "const int active = (args.steps + slice - 1) / slice;",
+        "const int active = args.cluster;"), **_DOWN),
+    _m("partial sums: quads of all ranks of a tile", "layout", dataclasses.replace(FUSED, rank=48),
+       "RaceError cells OutOfBoundsError UninitializedError",
+       (DOWN, "const int quads = args.rank / 4;", "const int quads = 16 * kRankTiles;"), **_DOWN),
+    _m("partial sums: tokens of a tile's ranks, quads of the rank's", "arithmetic",
+       dataclasses.replace(FUSED, rank=48), "UninitializedError cells RaceError",
+       (DOWN, "const int token = first + i / quads;",
+        "const int token = first + i / (16 * kRankTiles);"), **_DOWN),
+    _m("partial sums: every CTA adds the first's tokens", "cells",
+       dataclasses.replace(FUSED, down_cluster=2), "RaceError UninitializedError cells",
+       (DOWN, "const int first = rank * share;", "const int first = 0;"), **_DOWN),
     # ---- the gemm for few tokens ----
     _m("decode: activations before the launch before has ended", "protocol", FEW, "ProtocolError",
        (DECODE, "  grid_dependency_wait();\n  NextScales", "  NextScales"), **_FEW),
@@ -449,7 +557,7 @@ MUTANTS = (
        (DECODE, "const int row_units = (args.tile_n + D::kUnitRows - 1) / D::kUnitRows;\n  const int tokens",
         "const int row_units = D::kRowUnits;\n  const int tokens"), **_FEW),
     _m("decode: the peer's sums over the own low-rank product", "layout", MANY_PAIR, "RaceError cells",
-       (DECODE, "? place_of(unit ^ kTokenUnits / 2)", "? place_of(unit)"), **_MANY),
+       (DECODE, "? place_of(other_of(unit))", "? place_of(unit)"), **_MANY),
     _m("decode: the peer's half of eight tokens over the own", "layout", FEW_PAIR, "RaceError cells",
        (DECODE, "chunk_place<D, kTokens>(row_unit, unit, lane ^ 2);",
         "chunk_place<D, kTokens>(row_unit, unit, lane);"), **_FEW),
@@ -636,6 +744,17 @@ MUTANTS = (
        "RaceError UninitializedError cells",
        (AHEAD, "slot * kDownSlotBytes<1, kTokens> + args.box_rows * 128;",
         "slot * kDownSlotBytes<1, 72> + args.box_rows * 128;"), **_128),
+    # ---- 96 tokens ----
+    _m("decode: halves of 96 tokens exchanged by a bit", "layout", THIRDS,
+       "cells RaceError UninitializedError DeadlockError ProtocolError OutOfBoundsError",
+       (DECODE, "return unit < kTokenUnits / 2 ? unit + kTokenUnits / 2 : unit - kTokenUnits / 2;",
+        "return unit ^ kTokenUnits / 2;"), **_96),
+    _m("decode: sums of 96 tokens over the own low-rank product", "layout", THIRDS, "RaceError cells",
+       (DECODE, "? place_of(other_of(unit))", "? place_of(unit)"), **_96),
+    _m("decode: LoRA-down of two tiles of 96 tokens in groups of 128", "layout", THIRDS_AHEAD,
+       "RaceError ProtocolError UninitializedError OutOfBoundsError DeadlockError cells",
+       (DECODE, "if (args.m > kDecodeMostTileM && args.m <= kDownAheadMmaTokens) {",
+        "if (args.m > 2 * kTokens && args.m <= kDownAheadMmaTokens) {"), **_96),
     # ---- several tiles of 128 tokens ----
     _m("decode: results of every tile of tokens in the rows of the first", "arithmetic", SEVERAL,
        "cells RaceError",

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import model
+import mutants
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -77,6 +78,23 @@ def stage_cases(stages=3):
         )
 
 
+def tile_cases():
+    """Larger tiles: K of one stage, of two and of three; several tiles of a CTA, of which the last
+    has eight tokens, nearly all or all."""
+    # Path, M, N, stages of K, rank, CTAs of a cluster.
+    for i, (case, m, n, blocks, rank, cluster) in enumerate((
+        (Case("mxfp4", sign_order="sorted", tile_m=144), 129, 264, 1, 0, 1),
+        (Case("mxfp4", sign_order="sorted", tile_m=144), 152, 264, 3, 48, 2),
+        (Case("nvfp4", tile_m=160), 318, 77, 3, 48, 1),
+        (Case("nvfp4", tile_m=160), 160, 520, 1, 0, 2),
+        (Case("nvfp4", tile_m=160), 145, 136, 2, 16, 1),
+    )):  # fmt: skip
+        yield dataclasses.replace(
+            case, m=m, n=n, k=case.path.tile_k * blocks - (0, 24)[i % 2], rank=rank,
+            cluster=cluster, clusters=1, global_scale=i % 2 == 0, exact=i % 3 == 1, seed=i,
+        )  # fmt: skip
+
+
 def named(all_cases):
     return [(str(case).replace(" ", "_"), case) for case in all_cases]
 
@@ -115,6 +133,21 @@ class Gemm(parameterized.TestCase):
     @parameterized.named_parameters(named(stage_cases()))
     def test_stages(self, case):
         run(case, POLICIES[(case.seed + 1) % 4], case.seed)
+
+    @parameterized.named_parameters(named(tile_cases()))
+    def test_tiles(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+    def test_loop_of_large_tiles(self):
+        """That of more than 192 tokens, in a tile of 64: sums come in the same order."""
+        cases = [
+            Case("mxfp4", 70, 136, k, rank, cluster=cluster, clusters=1, stages=stages)
+            for k, rank, cluster, stages in ((96, 0, 1, 4), (288, 48, 2, 2), (480, 0, 2, 3))
+        ]
+        ahead = [run(case, "late", i)[1].y for i, case in enumerate(cases)]
+        with product.seeded((toolchain.gemm_v2_name("Mxfp4", 64),), (mutants.LARGE,)):
+            for i, case in enumerate(cases):
+                np.testing.assert_array_equal(run(case, POLICIES[i], i)[1].y, ahead[i])
 
     @parameterized.parameters(("float32", 40), ("bfloat16", 60), ("float16", 12))
     def test_spread_int4_scales(self, dtype, spread):
@@ -259,8 +292,8 @@ def scale_cases(seed):
         (rounded, 17, 81, 4352, 32, 80, 1, 3),
         (mxfp4, 17, 9, 8224, 32, 8, 1, 2),
         (nvfp4, 17, 11, 8256, 32, 8, 2, 2),
-        (mxfp4, 65, 9, 8704, 128, 8, 1, 4),
-        (rounded, 66, 73, 4352, 128, 72, 1, 2),
+        (mxfp4, 65, 9, 8704, 96, 8, 1, 4),
+        (rounded, 98, 73, 4352, 128, 72, 1, 2),
         # Those of the second CTA begin inside 16 bytes.
         (mxfp4, 3, 131, 512, 8, 128, 2, 2),
         (prepared, 33, 131, 1536, 64, 128, 2, 2),
@@ -302,22 +335,23 @@ def ahead_cases(seed):
         )
 
 
-# Rows of a CTA of 128 tokens and N: two warpgroups along K, and one that has all of it.
+# Rows of a CTA of 96 or 128 tokens and N: two warpgroups along K, and one that has all of it.
 MANY_DIVISIONS = (((8, 13), (40, 77), (64, 67)), ((72, 73), (104, 110), (128, 131)))
 
 
 def many_case(i, case, rows, cluster, rank, ahead):
     """65 to 128 tokens; M, K, ring depth and options in turn."""
     tile_n, n = rows
+    m = (65, 90, 128, 96, 97, 120, 127)[i % 7]
     return dataclasses.replace(
         case,
-        m=(65, 89, 128, 66, 97, 120, 127)[i % 7],
+        m=m,
         n=n,
         # Two CTAs have a stage of 256 each, or more; odd and even numbers of them.
         k=((40, 544, 1056, 768), (288, 776, 1280, 1304))[cluster - 1][i // 2 % 4],
         rank=rank,
         kernel="sm90_decode",
-        tile_m=128,
+        tile_m=96 if m <= 96 else 128,
         tile_n=tile_n,
         cluster=cluster,
         stages=2 if i % 3 == 0 else None,
@@ -333,7 +367,8 @@ def many_case(i, case, rows, cluster, rank, ahead):
 
 
 def many_cases(seed):
-    """128 tokens: paths x divisions of the work x one CTA and two, ranks and LoRA-down in turn."""
+    """96 and 128 tokens: paths x divisions of the work x one CTA and two, ranks and LoRA-down in
+    turn."""
     grid = itertools.product(decode_paths(), MANY_DIVISIONS, (1, 2))
     for i, (case, divisions, cluster) in enumerate(grid):
         rank, ahead = ((32, 4), (48, 0), (16, 4), (0, 0), (96, 0))[(i + i // 4 * 2) % 5]
@@ -351,8 +386,9 @@ def more_many_cases():
 
 
 def several_cases(seed):
-    """Several tiles of 128 tokens: the last of one token, of some and of all; the counts for which
-    LoRA-down can be in the launch, and more; both shapes of a CTA, one and two that divide K."""
+    """Several tiles of 128 tokens, two of 96: the last of one token, of some and of all; the
+    counts for which LoRA-down can be in the launch, and more; both shapes of a CTA, one and two
+    that divide K."""
     mxfp4, prepared = Case("mxfp4"), Case("mxfp4", sign_order="sorted")
     nvfp4, rounded = Case("nvfp4"), Case("nvfp4", precision="fastest")
     # Path, M, N, K, rows of a CTA, CTAs, rank, LoRA-down in the launch.
@@ -364,13 +400,17 @@ def several_cases(seed):
         (Case("int4"), 385, 11, 296, 8, 2, 0, 0),
         (mxfp4, 130, 73, 72, 72, 1, 32, 4),
         (mxfp4, 258, 13, 72, 8, 1, 32, 4),
+        (mxfp4, 129, 67, 776, 40, 2, 16, 4, 96),
+        (rounded, 150, 73, 72, 72, 1, 48, 0, 96),
+        (nvfp4, 192, 13, 40, 8, 1, 32, 4, 96),
+        (Case("int4"), 150, 73, 296, 72, 2, 16, 4, 96),
     )):  # fmt: skip
         yield several_case(i, case, *shape, seed=seed)
 
 
-def several_case(i, case, m, n, k, tile_n, cluster, rank, ahead, seed=0):
+def several_case(i, case, m, n, k, tile_n, cluster, rank, ahead, tile_m=128, seed=0):
     return dataclasses.replace(
-        case, m=m, n=n, k=k, rank=rank, kernel="sm90_decode", tile_m=128, tile_n=tile_n,
+        case, m=m, n=n, k=k, rank=rank, kernel="sm90_decode", tile_m=tile_m, tile_n=tile_n,
         cluster=cluster, stages=2 if i % 3 == 1 else None, fused=ahead > 0, down_ahead=ahead,
         affine=i % 4 != 2, global_scale=i % 3 == 0,
         act_unsigned=case.format == "int4" and i % 2 == 1, seed=seed + i,
@@ -379,13 +419,14 @@ def several_case(i, case, m, n, k, tile_n, cluster, rank, ahead, seed=0):
 
 def more_several_cases():
     """Paths x shapes of a CTA x one CTA and two x M; rows, K, ranks and LoRA-down in turn."""
-    tokens = (129, 200, 256, 257, 385, 400, 512)
-    grid = itertools.product(decode_paths(), MANY_DIVISIONS, (1, 2), tokens)
-    for i, (case, divisions, cluster, m) in enumerate(grid):
+    tiles = [(128, m) for m in (129, 200, 256, 257, 385, 400, 512)]
+    tiles += [(96, m) for m in (129, 150, 192)]
+    grid = itertools.product(decode_paths(), MANY_DIVISIONS, (1, 2), tiles)
+    for i, (case, divisions, cluster, (tile_m, m)) in enumerate(grid):
         tile_n, n = divisions[(i + i // 7) % 3]
         k = ((40, 544, 768), (288, 776, 1280))[cluster - 1][i // 2 % 3]
         rank, ahead = ((32, 4), (48, 0), (16, 4), (0, 0), (16, 0))[(i + i // 7) % 5]
-        found = several_case(i, case, m, n, k, tile_n, cluster, rank, ahead)
+        found = several_case(i, case, m, n, k, tile_n, cluster, rank, ahead, tile_m)
         yield dataclasses.replace(found, fused=found.fused or i % 5 == 1)
 
 
@@ -395,8 +436,8 @@ class Decode(parameterized.TestCase):
         run(case, POLICIES[case.seed % 4], case.seed)
 
     def test_many_cases(self):
-        """With 128 tokens every path, both shapes of a CTA and clusters of both widths; every
-        number of ranks that shared memory holds, and more, of one CTA and of two."""
+        """With 96 and 128 tokens every path, both shapes of a CTA and clusters of both widths;
+        every number of ranks that shared memory holds, and more, of one CTA and of two."""
         found = list(many_cases(0))
         for what in (
             lambda c: (c.path.name, plan.budget.decode_shape(128, c.tile_n), c.cluster),
@@ -404,12 +445,14 @@ class Decode(parameterized.TestCase):
             lambda c: (c.down_ahead, plan.budget.decode_shape(128, c.tile_n), c.cluster),
             # Half the rows of a warp whose lanes exchange block scales, or all.
             lambda c: (c.tile_n % 16, plan.budget.decode_shape(128, c.tile_n)),
+            lambda c: (c.tile_m, plan.budget.decode_shape(c.tile_m, c.tile_n), c.cluster),
         ):
             seen = {what(case) for case in found}
             parts = [set(values) for values in zip(*seen, strict=True)]
             self.assertLen(seen, int(np.prod([len(part) for part in parts])))
         self.assertEqual({case.rank for case in found}, {0, 16, 32, 48, 96})
         self.assertTrue(all(64 < case.m <= 128 for case in found))
+        self.assertEqual({case.tile_m for case in found}, {96, 128})
 
     def test_several_cases(self):
         """Every path, shape of a CTA, width of a cluster and number of tiles; ragged ones too."""
@@ -421,8 +464,12 @@ class Decode(parameterized.TestCase):
             self.assertLen(shapes, 4)
             self.assertEqual({c.rank for c in cases}, {0, 16, 32, 48})
             self.assertEqual({c.down_ahead for c in cases}, {0, 4})
-            tiles = {-(-c.m // 128) for c in cases}
+            tiles = {-(-c.m // c.tile_m) for c in cases}
             self.assertEqual(tiles, {2, 3, 4})
+            pairs = {(plan.budget.decode_shape(96, c.tile_n), c.cluster, c.m) for c in cases
+                     if c.tile_m == 96}  # fmt: skip
+            parts = [set(values) for values in zip(*pairs, strict=True)]
+            self.assertEqual([len(part) for part in parts], [2, 2, 3])
 
     def test_scales_come_in_turn(self):
         """Of some cases by the plan, of every path that has block scales, and of others not."""
@@ -484,7 +531,7 @@ class Decode(parameterized.TestCase):
 
 @pytest.mark.slow
 class ManyTokens(parameterized.TestCase):
-    """128 tokens, every division of a CTA's rows and every rank."""
+    """96 and 128 tokens, every division of a CTA's rows and every rank."""
 
     @parameterized.named_parameters(named(more_many_cases()))
     def test_cells(self, case):
@@ -501,6 +548,7 @@ class SeveralTiles(parameterized.TestCase):
 
     @parameterized.parameters(
         dict(n=73), dict(n=73, cluster=2, k=544), dict(n=37, tile_n=24), dict(n=73, m=140),
+        dict(n=37, tile_n=40, m=150, tile_m=96, cluster=2, k=544),
     )  # fmt: skip
     def test_every_schedule_gives_the_same_bits(self, **changes):
         case = Case("mxfp4", 256, 72, 288, 32, kernel="sm90_decode", tile_m=128, tile_n=72)
@@ -592,7 +640,8 @@ class DownAhead(parameterized.TestCase):
 class DownAheadSchedules(parameterized.TestCase):
     @parameterized.parameters(
         dict(cluster=2, tile_m=64, m=61, rank=16), dict(cluster=1, tile_n=8, n=61),
-        dict(cluster=2, tile_m=128, m=65, tile_n=72, k=544),
+        dict(cluster=2, tile_m=96, m=65, tile_n=40, k=544),
+        dict(cluster=2, tile_m=128, m=97, tile_n=72, k=544),
     )  # fmt: skip
     def test_others_give_the_same_bits(self, **changes):
         check_every_schedule(dataclasses.replace(DownAhead.CASE, **{"k": 2080} | changes))
@@ -730,11 +779,14 @@ class Quantizers(parameterized.TestCase):
         np.testing.assert_array_equal(packed, want[0])
 
     @parameterized.parameters(
-        (16, 1, 40), (48, 2, 416), (64, 4, 264), (80, 8, 1032), (128, 1, 136), (160, 2, 520),
-        (256, 4, 264),
+        # As many CTAs as stages of K, fewer, more.
+        (73, 16, 1, 40), (70, 16, 8, 520), (71, 32, 1, 136), (73, 32, 2, 264), (1, 32, 8, 264),
+        (9, 48, 1, 72), (70, 48, 2, 416), (70, 48, 8, 200), (73, 64, 4, 264), (1, 80, 8, 1032),
+        (1, 128, 1, 136), (73, 160, 2, 520), (64, 256, 1, 72), (5, 256, 2, 136), (73, 256, 4, 264),
+        (37, 256, 8, 328),
     )  # fmt: skip
-    def test_down(self, rank, cluster, k):
-        case = Case("mxfp4", (70, 73, 1)[rank % 3], 24, k, rank, fused=True, down_cluster=cluster)
+    def test_down(self, m, rank, cluster, k):
+        case = Case("mxfp4", m, 24, k, rank, fused=True, down_cluster=cluster)
         operands, result = run(case, POLICIES[rank // 16 % 4], rank)
         want = quantized(case, operands)[2]
         got = product.from_bf16(result.lora_act)
