@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import zlib
 
 import model
 import mutants
@@ -99,6 +100,12 @@ def named(all_cases):
     return [(str(case).replace(" ", "_"), case) for case in all_cases]
 
 
+def half(all_cases, default):
+    """The cases that run by default, or the others: by their names, so that neither half has one
+    value of something all cases take in turn."""
+    return [c for c in all_cases if (zlib.crc32(str(c).encode()) % 2 == 0) == default]
+
+
 def run(case, policy, seed, **options):
     operands = product.make_operands(case)
     result = product.run(case, Options(policy=policy, seed=seed, **options), operands=operands)
@@ -130,7 +137,7 @@ class Gemm(parameterized.TestCase):
     def test_cells(self, case):
         run(case, POLICIES[case.seed % 4], case.seed)
 
-    @parameterized.named_parameters(named(stage_cases()))
+    @parameterized.named_parameters(named(half(stage_cases(), True)))
     def test_stages(self, case):
         run(case, POLICIES[(case.seed + 1) % 4], case.seed)
 
@@ -202,6 +209,10 @@ class Schedules(parameterized.TestCase):
 
 
 def decode_cases():
+    return [*few_decode_cases(), *large_decode_cases()]
+
+
+def few_decode_cases():
     """Paths x rows per CTA x CTAs that divide K over shapes, ranks and ring depths in turn."""
     shapes = ((1, 77, 2080), (7, 131, 1056), (8, 264, 3104))
     paths = decode_paths()
@@ -230,8 +241,12 @@ def decode_cases():
     yield from token_cases(len(paths) * 10)
     yield from scale_cases(len(paths) * 10 + 100)
     yield from ahead_cases(len(paths) * 10 + 200)
-    yield from many_cases(len(paths) * 10 + 300)
-    yield from several_cases(len(paths) * 10 + 400)
+
+
+def large_decode_cases():
+    seed = len(decode_paths()) * 10
+    yield from many_cases(seed + 300)
+    yield from several_cases(seed + 400)
 
 
 def decode_paths():
@@ -431,7 +446,7 @@ def more_several_cases():
 
 
 class Decode(parameterized.TestCase):
-    @parameterized.named_parameters(named(decode_cases()))
+    @parameterized.named_parameters(named([*half(few_decode_cases(), True), *large_decode_cases()]))
     def test_cells(self, case):
         run(case, POLICIES[case.seed % 4], case.seed)
 
@@ -527,6 +542,19 @@ class Decode(parameterized.TestCase):
         want = quantized(case, operands)[2]
         got = product.from_bf16(result.lora_act)
         np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.slow
+class OtherCells(parameterized.TestCase):
+    """The half of the cells that does not run by default."""
+
+    @parameterized.named_parameters(named(half(few_decode_cases(), False)))
+    def test_cells(self, case):
+        run(case, POLICIES[case.seed % 4], case.seed)
+
+    @parameterized.named_parameters(named(half(stage_cases(), False)))
+    def test_stages(self, case):
+        run(case, POLICIES[(case.seed + 1) % 4], case.seed)
 
 
 @pytest.mark.slow

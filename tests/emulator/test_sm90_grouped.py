@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from test_sm90 import half
 
 from emulator import Options, grouped, toolchain
 from emulator.grouped import GroupedCase
@@ -72,7 +73,8 @@ def run(case, policy, seed):
 
 
 class Grouped(parameterized.TestCase):
-    @parameterized.named_parameters(named(cases()))
+    # The others are among those of `Schedules`.
+    @parameterized.named_parameters(named(half(cases(), True)))
     def test_cells(self, case):
         run(case, POLICIES[case.case.seed % 4], case.case.seed)
 
