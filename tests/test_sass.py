@@ -132,6 +132,9 @@ class TestGemm:
             opcode, types = OPCODES[path.operand]
             k = 16 if opcode == "HGMMA" else 32
             main = [(opcode, tile, k, types)] * (path.tile_k // k)
+            # A stage ahead, in two sets of fragments: a turn of the loop has two stages.
+            if tile <= 192 and not path.promote_k and not path.name.startswith("Int4Group"):
+                main *= 2
             lora = [("HGMMA", tile, 16, "F32.BF16")] * 2
             loops = inner_loops(code)
             assert main in loops, (name, loops)
@@ -174,7 +177,8 @@ class TestDecode:
             # has one. A wait out of line jumps back between them.
             whole = tokens > 16 and rows > 32 and path.operand in ("e5m2", "s8")
             turn = main * 2 if whole and len(main) == 4 else main
-            widths = {32: (64,), 64: (64,), 128: (128, budget.DOWN_AHEAD_MMA_TOKENS)}
+            many = (128, budget.DOWN_AHEAD_MMA_TOKENS)
+            widths = {32: (64,), 64: (64,), 96: many, 128: many}
             downs = [[("HGMMA", n, 16, "F32.BF16")] * 4 for n in widths.get(tokens, ())]
             assert all(loop in inner_loops(code) for loop in (turn, *downs)), name
             assert all(loop in (turn, main, *downs) for loop in inner_loops(code)), name
@@ -189,9 +193,14 @@ class TestDecode:
             if match := DECODE.search(name):
                 opcodes = [op for _, op, _ in code]
                 wait = opcodes.index("ACQBULK")
-                loads = [i for i, op in enumerate(opcodes) if op.startswith("LDG")]
-                assert loads[0] > wait, name
-                assert "CONSTANT" not in opcodes[loads[0]], name
+                loads = [i for i, op in enumerate(opcodes) if re.match(r"LDG\b", op)]
+                # What the rows' inputs are made of is asked for ahead of the barrier of all roles:
+                # arguments, and constants as far as ptxas knows.
+                first = [i for i in loads if i < wait]
+                barrier = next(i for i, op in enumerate(opcodes) if op.startswith("BAR.SYNC"))
+                assert all(i < barrier and "CONSTANT" in opcodes[i] for i in first), name
+                after = next(i for i in loads if i > wait)
+                assert "CONSTANT" not in opcodes[after], name
                 tokens, rows = int(match[2]), int(match[3])
                 readers = 0
                 for role in roles(code):
