@@ -203,11 +203,15 @@ class TestDecode:
                 assert "CONSTANT" not in opcodes[after], name
                 tokens, rows = int(match[2]), int(match[3])
                 readers = 0
+                before = []
                 for role in roles(code):
                     relaxed = [i for i, op in enumerate(role) if re.match("LDG.*STRONG", op)]
                     if relaxed:
-                        assert "ACQBULK" in role[: relaxed[0]], name
+                        # Of LoRA-down all CTAs wait, and all but the last are through ahead of it.
+                        assert "ACQBULK" in before + role[: relaxed[0]], name
                         readers += 1
+                    stores = any(re.match("STG.*STRONG", op) for op in role)
+                    before = role if stores and not relaxed else []
                 # The add role, CTAs of LoRA-down, of several tiles too, and the multiply role.
                 alone = budget.decode_shape(tokens, rows)[1] == 1
                 ahead = tokens >= budget.DOWN_AHEAD_LEAST_TILE_M
